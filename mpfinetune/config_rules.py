@@ -1,0 +1,168 @@
+"""What combinations of values are allowed: one row per rule.
+
+A row names the path to change, the test that must hold and what is allowed. All rows are tried and all failures reported; checking
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpfinetune.config import RunConfig
+
+# Schedules that place several stages on one rank; the others have exactly one.
+LOOPED_SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``holds(config)`` must be true; otherwise the message names the path, its value and ``allowed``."""
+
+    path: str
+    holds: Callable[[RunConfig], bool]
+    allowed: str
+
+
+def _default_stages_per_rank(config: RunConfig) -> int:
+    return config.stages_per_rank or (2 if config.schedule in LOOPED_SCHEDULES else 1)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("model.num_labels", lambda c: c.model.num_labels is None or c.model.num_labels >= 1, "at least 1 (1 means regression), or null"),
+    Rule(
+        "data.task",
+        lambda c: c.data.task is None or c.model.task == "sequence_classification",
+        "null for model.task: causal_lm (a GLUE task is a classification; set model.task: sequence_classification)",
+    ),
+    Rule(
+        "data.task",
+        lambda c: c.data.task is not None or c.model.task == "causal_lm",
+        "one of mrpc, sst2, cola, rte, stsb for model.task: sequence_classification",
+    ),
+    Rule("data.path", lambda c: c.data.path is not None or c.model.task != "causal_lm", "a .jsonl or .txt file for model.task: causal_lm"),
+    Rule("data.eval_fraction", lambda c: 0.0 <= c.data.eval_fraction < 1.0, "in [0, 1)"),
+    Rule(
+        "data.eval_fraction",
+        lambda c: not (c.data.eval_fraction > 0 and (c.data.eval_path or c.data.task)),
+        "0 where data.eval_path or a GLUE task already gives the held-out rows",
+    ),
+    Rule("data.max_length", lambda c: c.data.max_length >= 2, "at least 2 tokens"),
+    Rule("data.pad_to_multiple_of", lambda c: c.data.pad_to_multiple_of >= 1, "at least 1"),
+    Rule("data.train_rows", lambda c: c.data.train_rows is None or c.data.train_rows >= 1, "at least 1, or null"),
+    Rule("data.eval_rows", lambda c: c.data.eval_rows is None or c.data.eval_rows >= 1, "at least 1, or null"),
+    Rule(
+        "data.columns",
+        lambda c: set(c.data.columns) <= {"text", "prompt", "response", "messages"},
+        "a mapping from text, prompt, response or messages to a column's name",
+    ),
+    Rule("data.prompt_template", lambda c: "{prompt}" in c.data.prompt_template, "a text that holds {prompt}"),
+    Rule(
+        "partition.stages",
+        lambda c: not (c.partition.stages and c.partition.device_map),
+        "empty where partition.device_map is given: one map, not two",
+    ),
+    Rule(
+        "partition.rule",
+        lambda c: c.partition.rule != "manual" or bool(c.partition.stages or c.partition.device_map),
+        "manual only together with partition.stages or partition.device_map",
+    ),
+    Rule(
+        "partition.rule",
+        lambda c: c.partition.rule in (None, "manual") or not (c.partition.stages or c.partition.device_map),
+        "manual (or left out) where partition.stages or partition.device_map is given",
+    ),
+    Rule("partition.num_stages", lambda c: c.partition.num_stages is None or c.partition.num_stages >= 1, "at least 1"),
+    Rule(
+        "partition.num_stages",
+        lambda c: c.partition.num_stages is None or not c.partition.stages or c.partition.num_stages == len(c.partition.stages),
+        "left out, or equal to the number of entries of partition.stages",
+    ),
+    Rule(
+        "stages_per_rank",
+        lambda c: c.stages_per_rank is None or c.schedule in LOOPED_SCHEDULES or c.stages_per_rank == 1,
+        "1 for the schedules gpipe and 1f1b (take interleaved_1f1b for more)",
+    ),
+    Rule("stages_per_rank", lambda c: c.stages_per_rank is None or c.schedule != "zbv" or c.stages_per_rank == 2, "2 for the schedule zbv"),
+    Rule(
+        "stages_per_rank",
+        lambda c: c.stages_per_rank is None or not c.schedule.startswith("interleaved") or c.stages_per_rank >= 2,
+        "at least 2 for the interleaved schedules",
+    ),
+    Rule(
+        "schedule",
+        lambda c: c.strategy == "local" or not c.partition.stages or len(c.partition.stages) % _default_stages_per_rank(c) == 0,
+        "one whose stages_per_rank divides the number of entries of partition.stages (2 stages a process for interleaved and zbv)",
+    ),
+    Rule("batch.global_size", lambda c: c.batch.global_size >= 1, "at least 1 row"),
+    Rule("batch.micro_size", lambda c: c.batch.micro_size >= 1, "at least 1 row"),
+    Rule("batch.micro_size", lambda c: c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size, "at most batch.global_size"),
+    Rule("optimizer.lr", lambda c: c.optimizer.lr > 0, "greater than 0"),
+    Rule("optimizer.weight_decay", lambda c: c.optimizer.weight_decay >= 0, "0 or more"),
+    Rule("optimizer.betas", lambda c: len(c.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.optimizer.betas), "two numbers in [0, 1)"),
+    Rule("optimizer.eps", lambda c: c.optimizer.eps > 0, "greater than 0"),
+    Rule("optimizer.momentum", lambda c: 0 <= c.optimizer.momentum < 1, "in [0, 1)"),
+    Rule("train.epochs", lambda c: c.train.epochs > 0, "greater than 0"),
+    Rule("train.max_steps", lambda c: c.train.max_steps is None or c.train.max_steps >= 1, "at least 1, or null"),
+    Rule("train.clip_norm", lambda c: c.train.clip_norm is None or c.train.clip_norm > 0, "greater than 0, or null for no clipping"),
+    Rule("train.warmup_ratio", lambda c: 0 <= c.train.warmup_ratio < 1, "in [0, 1)"),
+    Rule("train.warmup_steps", lambda c: c.train.warmup_steps is None or c.train.warmup_steps >= 0, "0 or more, or null"),
+    Rule("train.max_skipped_updates", lambda c: c.train.max_skipped_updates >= 0, "0 or more"),
+    Rule("eval.every_steps", lambda c: c.eval.every_steps is None or c.eval.every_steps >= 1, "at least 1, or null"),
+    Rule("checkpoint.every_steps", lambda c: c.checkpoint.every_steps is None or c.checkpoint.every_steps >= 1, "at least 1, or null"),
+    Rule("checkpoint.keep", lambda c: c.checkpoint.keep >= 1, "at least 1"),
+    Rule("dist.timeout_seconds", lambda c: c.dist.timeout_seconds > 0, "greater than 0"),
+    Rule("dist.port", lambda c: c.dist.port is None or 1 <= c.dist.port <= 65535, "1 to 65535, or null for a free one"),
+    Rule("devices", lambda c: c.devices is None or c.devices >= 1, "at least 1, or null"),
+)
+
+
+def check_rules(config: RunConfig) -> list[str]:
+    """Every rule that the config breaks, one line each; changes nothing."""
+    return [_line(rule, config) for rule in RULES if not rule.holds(config)]
+
+
+def check_rules_of(config: RunConfig, given: Collection[str], doubtful: Collection[str]) -> list[str]:
+    """The rules broken by what was given, for a config that has other mistakes besides and whose defaults may not be meant.
+
+    Args:
+        given: Paths whose values were given and have the right type; rules about other paths stay silent.
+        doubtful: Paths that a mistake leaves open (a wrong type, a misspelt key); rules that read one of them stay silent.
+    """
+    lines = []
+    for rule in RULES:
+        if rule.path not in given:
+            continue
+        read: set[str] = set()
+        # The recorder stands for the config; it hands out the same values.
+        if not rule.holds(_Recorder(config, "", read)) and read.isdisjoint(doubtful):  # type: ignore[arg-type]
+            lines.append(_line(rule, config))
+    return lines
+
+
+class _Recorder:
+    """Stands for a section of the config and notes the path of each value that is read."""
+
+    def __init__(self, section: Any, prefix: str, read: set[str]) -> None:
+        self._section, self._prefix, self._read = section, prefix, read
+
+    def __getattr__(self, name: str) -> Any:
+        value, path = getattr(self._section, name), f"{self._prefix}{name}"
+        if dataclasses.is_dataclass(value):
+            return _Recorder(value, f"{path}.", self._read)
+        self._read.add(path)
+        return value
+
+
+def _line(rule: Rule, config: RunConfig) -> str:
+    return f"{rule.path}: {value_at(config, rule.path)!r} given, must be {rule.allowed}"
+
+
+def value_at(config: RunConfig, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
