@@ -1,0 +1,188 @@
+"""Fill a stage's empty parameters: read only its own tensors, draw only what no file holds.
+
+Renaming and fusing of checkpoint tensors (experts stored one by one, a base model's names without their prefix) is transformers' own
+conversion, run over lazy slices, so a tensor of another stage is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mpfinetune.errors import ModelError
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageModule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, single or listed in an index.
+
+    Raises:
+        ModelError: there are none (pickled ``.bin`` files are refused with advice), or one that the index names is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"model.path: {index} is not a valid index of safetensors files: {error}") from error
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"model.path: {index} names files that are not there: {', '.join(missing)}")
+    if files:
+        return files
+    if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
+        raise ModelError(
+            f"model.path: '{folder}' holds pickled weights (.bin) only; they cannot be read tensor by tensor and can run code. Convert them once: "
+            "load the model with transformers' from_pretrained and write it with save_pretrained, which makes model.safetensors."
+        )
+    raise ModelError(f"model.path: '{folder}' holds no *.safetensors; for a model with random weights set model.init: random")
+
+
+def load_stage(stage: StageModule, facts: ModelFacts, folder: Path | None, device: torch.device, seed: int) -> list[str]:
+    """Give every parameter of the stage its value on ``device``.
+
+    Args:
+        stage: parameters on meta, buffers real.
+        folder: the model's folder, or None to draw every weight.
+        seed: draws what no file holds; module by module, so that the values do not depend on the split. A tied parameter that another
+            stage holds under another name is the exception: the strategy copies it from its first holder before the first step.
+
+    Returns:
+        The names that were drawn (a new head, or everything).
+
+    Raises:
+        ModelError: a file is broken, or a tensor in it has another shape than the model's.
+    """
+    model: Any = stage.model
+    missing = {name for name, _ in model.named_parameters()}
+    if folder is not None:
+        missing = _read_own_tensors(model, facts, folder, device)
+    _move_buffers(model, device)
+    drawn = sorted(missing)
+    _draw_parameters(model, set(drawn), device, seed)
+    _tie(model, facts)
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not left, f"parameters without a value: {left[:5]}"
+    return drawn
+
+
+def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, device: torch.device) -> set[str]:
+    """Read what the files hold of the model's parameters; returns the names that they do not hold."""
+    from safetensors import SafetensorError, safe_open
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    slices: dict[str, Any] = {}
+    handles = []
+    try:
+        for file in weight_files(folder):
+            # pread, not mmap: pages of a mapped file would count as this rank's memory beside the parameters themselves.
+            handle = safe_open(file, framework="pt", device="cpu", backend="pread")
+            handles.append(handle)
+            slices.update({name: handle.get_slice(name) for name in handle.keys()})
+        load_config = LoadStateDictConfig(
+            device_map={"": device}, dtype=next(model.parameters()).dtype, weight_mapping=get_model_conversion_mapping(model)
+        )
+        wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        with _one_tensor_at_a_time():
+            info, _ = convert_and_load_state_dict_in_model(model, _with_tied_copies(model, facts, slices), load_config)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"model.path: a weight file in '{folder}' cannot be read: {error}") from error
+    if info.mismatched_keys or info.conversion_errors or info.error_msgs:
+        details = [str(item) for item in [*info.mismatched_keys, *info.conversion_errors.values(), *info.error_msgs]]
+        raise ModelError(f"model.path: tensors in '{folder}' do not fit the model: " + "; ".join(details[:5]))
+    return wanted & set(info.missing_keys)
+
+
+def _with_tied_copies(model: PreTrainedModel, facts: ModelFacts, slices: dict[str, Any]) -> dict[str, Any]:
+    """A stage may hold a tied parameter under a name that the files leave out; give it the tensor stored under the other name."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    prefix = f"{model.base_model_prefix}."
+    copies = {}
+    for names in facts.tied_names:
+        stored = next((key for name in names for key in (name, name.removeprefix(prefix)) if key in slices), None)
+        for name in names:
+            if name in own and stored is not None and name not in slices and name.removeprefix(prefix) not in slices:
+                copies[name] = slices[stored]
+    return {**slices, **copies}
+
+
+@contextmanager
+def _one_tensor_at_a_time() -> Iterator[None]:
+    """transformers reads ahead in threads, which would hold the whole stage twice while it is converted."""
+    variable = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    from transformers.utils import logging
+
+    bar_was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bar_was_on:
+            logging.enable_progress_bar()
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, buffer.to(device), persistent=persistent)
+
+
+def _draw_parameters(model: PreTrainedModel, names: set[str], device: torch.device, seed: int) -> None:
+    """Initialise as transformers does, with a random stream of its own for each module: independent of what else the stage holds."""
+    owners = sorted({name.rpartition(".")[0] for name in names})
+    for owner in owners:
+        module = model.get_submodule(owner)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if f"{owner}.{name}".lstrip(".") in names:
+                # Drawn on the CPU: the generators of the devices differ.
+                empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+                setattr(module, name, empty)
+            else:
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, owner))
+            with torch.no_grad():
+                model._init_weights(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device != device:
+                setattr(module, name, nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad))
+
+
+def stream_seed(*parts: object) -> int:
+    """A 63-bit seed that is a function of the parts alone, the same on every rank and machine."""
+    digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _tie(model: nn.Module, facts: ModelFacts) -> None:
+    """Tied names that meet on one stage are one parameter again."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for names in facts.tied_names:
+        held = [name for name in names if name in own]
+        for name in held[1:]:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(held[0]))
