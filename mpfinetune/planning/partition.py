@@ -1,0 +1,245 @@
+"""Which blocks belong to which stage: pure functions from the model's facts and the user's wish to contiguous stage spans.
+
+A new rule is one function and one row in ``RULES``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpfinetune.config import PartitionConfig
+from mpfinetune.errors import ConfigError, did_you_mean
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageSpan
+
+PROLOGUE, EPILOGUE = "embed", "head"
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+
+
+def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+    """Cut the model into ``num_stages`` spans by the rule of ``wish``.
+
+    Raises:
+        ConfigError: the model cannot be cut, there are more stages than blocks, or a map is wrong; every problem of a map is listed.
+    """
+    if facts.refusal is not None:
+        if num_stages == 1:
+            return (StageSpan(0, 0, True, True),)
+        raise ConfigError(f"strategy: {facts.refusal}")
+    rule = effective_rule(wish)
+    if rule != "manual" and num_stages > facts.num_blocks:
+        raise ConfigError(f"partition.num_stages: {num_stages} stages, but the model has {facts.num_blocks} blocks; at most one stage per block")
+    return RULES[rule](wish, facts, num_stages)
+
+
+def effective_rule(wish: PartitionConfig) -> str:
+    """The rule that is meant where none is given: manual with a map, else parameters."""
+    return wish.rule or ("manual" if wish.stages or wish.device_map else "parameters")
+
+
+def spans_from_sizes(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
+    """Spans of consecutive blocks; the first has the prologue, the last the epilogue."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    last = len(sizes) - 1
+    return tuple(StageSpan(starts[i], starts[i + 1], i == 0, i == last) for i in range(len(sizes)))
+
+
+def uniform(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+    """Equal numbers of blocks; the remainder goes to the first stages, since the head weighs on the last."""
+    share, remainder = divmod(facts.num_blocks, num_stages)
+    return spans_from_sizes([share + (stage < remainder) for stage in range(num_stages)])
+
+
+def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+    """The split whose largest stage has the fewest parameters; embedding and head are counted, every stage has a block."""
+    costs = [facts.numel(facts.names_of("block", index)) for index in range(facts.num_blocks)]
+    # A tied head is a second copy on the last stage, so it weighs there too.
+    costs[0] += sum(facts.parameters[name].numel for name in facts.names_of("prologue"))
+    costs[-1] += sum(facts.parameters[name].numel for name in facts.names_of("epilogue"))
+    return spans_from_sizes(smallest_maximum(costs, num_stages))
+
+
+def smallest_maximum(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Cut a sequence into non-empty consecutive parts so that the largest sum of a part is as small as possible.
+
+    Exact, by dynamic programming over (parts, items) in O(parts * items^2). Among equally good splits the first parts are the largest.
+    (fairscale's ``blockpartition.solve`` is a bound, not an optimum: for [3, 1, 1, 5] in two parts it may return a maximum of 7.)
+
+    Returns:
+        The number of items of each part.
+    """
+    count = len(costs)
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    best = [[float("inf")] * (count + 1) for _ in range(num_parts + 1)]
+    cut = [[0] * (count + 1) for _ in range(num_parts + 1)]
+    best[0][count] = 0.0
+    # best[p][i]: smallest maximum for items i.. in p parts; filled from the end so that ties prefer long first parts.
+    for parts in range(1, num_parts + 1):
+        for start in range(count - parts, -1, -1):
+            for stop in range(count - parts + 1, start, -1):
+                value = max(prefix[stop] - prefix[start], best[parts - 1][stop])
+                if value < best[parts][start]:
+                    best[parts][start], cut[parts][start] = value, stop
+    sizes, start = [], 0
+    for parts in range(num_parts, 0, -1):
+        stop = cut[parts][start]
+        sizes.append(stop - start)
+        start = stop
+    return sizes
+
+
+def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+    """What ``partition.stages`` or ``partition.device_map`` says, checked."""
+    problems: list[str] = []
+    if wish.stages:
+        path, owners = "partition.stages", _owners_from_stages(wish.stages, facts, problems)
+    else:
+        path, owners = "partition.device_map", _owners_from_device_map(wish.device_map, facts, problems)
+    _check_owned_once(path, owners, facts, problems)
+    if not problems:
+        _check_order(path, owners, facts, num_stages, problems)
+    if problems:
+        raise ConfigError(problems)
+    stage_of = {unit: stages[0] for unit, stages in owners.items()}
+    spans = []
+    next_start = 0
+    for stage in range(num_stages):
+        size = sum(stage_of[index] == stage for index in range(facts.num_blocks))
+        spans.append(StageSpan(next_start, next_start + size, stage_of[PROLOGUE] == stage, stage_of[EPILOGUE] == stage))
+        next_start += size
+    return tuple(spans)
+
+
+RULES: dict[str, Callable[[PartitionConfig, ModelFacts, int], tuple[StageSpan, ...]]] = {
+    "manual": manual,
+    "uniform": uniform,
+    "parameters": by_parameters,
+}
+
+# --- reading a map ----------------------------------------------------------------------------------------------------------------
+# A unit is what cannot be cut: the prologue, a block (by its index) or the epilogue.
+
+Unit = int | str
+Owners = dict[Unit, list[int]]
+
+
+def _owners_from_stages(stages: Sequence[Any], facts: ModelFacts, problems: list[str]) -> Owners:
+    owners: Owners = {}
+    for stage, entry in enumerate(stages):
+        tokens = entry if isinstance(entry, list) else str(entry).split(",")
+        for token in (str(token).strip() for token in tokens):
+            for unit in _units_of_token(token, f"partition.stages[{stage}]", facts, problems):
+                owners.setdefault(unit, []).append(stage)
+    return owners
+
+
+def _units_of_token(token: str, path: str, facts: ModelFacts, problems: list[str]) -> list[Unit]:
+    if token in (PROLOGUE, EPILOGUE):
+        return [token]
+    matched = _RANGE.fullmatch(token)
+    if matched is None:
+        units = _units_of_module(token, facts)
+        if not units:
+            names = [PROLOGUE, EPILOGUE, *_unit_names(facts)]
+            problems.append(f"{path}: '{token}' is no part of this model{did_you_mean(token, names)}; write {PROLOGUE}, {EPILOGUE}, 3 or 0-2")
+        return units
+    first, last = int(matched[1]), int(matched[2] or matched[1])
+    if first > last:
+        problems.append(f"{path}: the range '{token}' runs backwards; write {last}-{first}")
+        return []
+    if last >= facts.num_blocks:
+        problems.append(f"{path}: '{token}' is out of range; the model has the blocks 0-{facts.num_blocks - 1} ({facts.blocks_path})")
+    return list(range(first, min(last, facts.num_blocks - 1) + 1))
+
+
+def _owners_from_device_map(device_map: dict[str, int], facts: ModelFacts, problems: list[str]) -> Owners:
+    """The most specific entry decides, as in accelerate; an entry below a block is a cut inside it."""
+    given: dict[Unit, tuple[str, int]] = {}
+    owners: Owners = {}
+    inside: dict[Unit, dict[int, str]] = {}
+    for name, stage in sorted(device_map.items(), key=lambda item: item[0].count(".") if item[0] else -1):
+        units = _units_of_module(name, facts)
+        if not units:
+            if name in facts.module_names or name in facts.parameters:
+                continue  # without parameters of its own (a rotary table): every stage computes it
+            problems.append(f"partition.device_map: '{name}' is no module of this model{did_you_mean(name, _unit_names(facts))}")
+        for unit in units:
+            if _is_below_block(name, facts):
+                inside.setdefault(unit, {})[stage] = name
+            elif unit in given and given[unit][1] != stage and not given[unit][0].count(".") < name.count(".") and isinstance(unit, str):
+                owners.setdefault(unit, [given[unit][1]]).append(stage)
+            else:
+                given[unit] = (name, stage)
+                owners[unit] = [stage]
+    for unit, parts in inside.items():
+        stages = sorted(set(parts) | ({given[unit][1]} if unit in given else set()))
+        if len(stages) > 1:
+            problems.append(
+                f"partition.device_map: {facts.blocks_path}.{unit} is cut inside ('{next(iter(parts.values()))}'): stages "
+                f"{' and '.join(map(str, stages))}. Residual connections add within a block, so a cut is allowed only between blocks; "
+                f"give '{facts.blocks_path}.{unit}' one stage"
+            )
+        owners.setdefault(unit, stages[:1])
+    return owners
+
+
+def _units_of_module(name: str, facts: ModelFacts) -> list[Unit]:
+    """The units that a module's name covers: below it, it itself, or the one it lies in."""
+    if name and name not in facts.module_names and name not in facts.parameters:
+        return []
+    covered: list[Unit] = []
+    for unit, unit_name in _units_with_names(facts):
+        if not name or unit_name == name or unit_name.startswith(f"{name}.") or name.startswith(f"{unit_name}."):
+            covered += [unit] if unit not in covered else []
+    return covered
+
+
+def _units_with_names(facts: ModelFacts) -> list[tuple[Unit, str]]:
+    blocks: list[tuple[Unit, str]] = [(index, facts.block_name(index)) for index in range(facts.num_blocks)]
+    return [*((PROLOGUE, n) for n in facts.prologue_modules), *blocks, *((EPILOGUE, n) for n in facts.epilogue_modules)]
+
+
+def _unit_names(facts: ModelFacts) -> list[str]:
+    return [name for _, name in _units_with_names(facts)]
+
+
+def _is_below_block(name: str, facts: ModelFacts) -> bool:
+    return name.startswith(f"{facts.blocks_path}.") and name.count(".") > facts.blocks_path.count(".") + 1
+
+
+def _check_owned_once(path: str, owners: Owners, facts: ModelFacts, problems: list[str]) -> None:
+    units: list[Unit] = [PROLOGUE, *range(facts.num_blocks), EPILOGUE]
+    missing = [_describe(unit, facts) for unit in units if unit not in owners]
+    if missing:
+        problems.append(f"{path}: missing, on no stage: {', '.join(missing)}")
+    for unit in units:
+        stages = owners.get(unit, [])
+        if len(stages) > 1:
+            problems.append(f"{path}: {_describe(unit, facts)} is given {len(stages)} times, to the stages {', '.join(map(str, stages))}")
+
+
+def _describe(unit: Unit, facts: ModelFacts) -> str:
+    if isinstance(unit, int):
+        return f"block {unit} ({facts.block_name(unit)})"
+    modules = facts.prologue_modules if unit == PROLOGUE else facts.epilogue_modules
+    return f"{unit} ({', '.join(modules)})"
+
+
+def _check_order(path: str, owners: Owners, facts: ModelFacts, num_stages: int, problems: list[str]) -> None:
+    """Stages follow each other as the blocks do, and none is empty."""
+    order: list[Unit] = [PROLOGUE, *range(facts.num_blocks), EPILOGUE]
+    stages = [owners[unit][0] for unit in order]
+    for before, after, unit in zip(stages, stages[1:], order[1:], strict=False):
+        if after < before:
+            problems.append(
+                f"{path}: {_describe(unit, facts)} is on stage {after}, but what runs before it is on stage {before}; "
+                "stages follow the order in which the model runs: embed, blocks from first to last, head"
+            )
+    used = set(stages)
+    empty = [stage for stage in range(num_stages) if stage not in used]
+    if empty:
+        problems.append(f"{path}: nothing is on stage {', '.join(map(str, empty))}; stages are numbered from 0 without gaps")

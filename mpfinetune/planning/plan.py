@@ -1,0 +1,234 @@
+"""The plan of a run: pure arithmetic on the config and the model's facts, made before any process starts or weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mpfinetune.config import LOOPED_SCHEDULES, RunConfig
+from mpfinetune.errors import ConfigError, LaunchError
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageSpan
+from mpfinetune.planning.partition import effective_rule, partition
+from mpfinetune.planning.schedule import min_microbatches, microbatch_multiple, stages_of_rank
+
+_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class World:
+    """What the plan may use: the processes that run already (None before the launch) and the devices that are there."""
+
+    device_type: str
+    visible_devices: int
+    world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one pipeline rank holds; bytes are those of the tensors, without activations and workspace."""
+
+    rank: int
+    stages: tuple[int, ...]
+    holds: str
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the ranks have to agree on."""
+
+    strategy: str
+    schedule: str
+    device_type: str
+    rule: str
+    spans: tuple[StageSpan, ...]
+    pipeline_ranks: int
+    stages_per_rank: int
+    replicas: int
+    global_size: int
+    micro_size: int
+    microbatches: int
+    precision: str
+    total_parameters: int
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline_ranks * self.replicas
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a rank by the textbook formula (p - 1) / (v * m + p - 1), equal stages assumed."""
+        return (self.pipeline_ranks - 1) / (self.stages_per_rank * self.microbatches + self.pipeline_ranks - 1)
+
+    def padded_rows(self, rows: int) -> int:
+        """Rows of an update with the fill rows that make whole microbatches, as many as the schedule wants on every replica."""
+        if self.strategy == "local":
+            return rows
+        multiple = self.micro_size * self.replicas * microbatch_multiple(self.schedule, self.pipeline_ranks)
+        fewest = self.micro_size * self.replicas * min_microbatches(self.schedule, self.pipeline_ranks)
+        return max(fewest, math.ceil(rows / multiple) * multiple)
+
+    def to_json(self) -> str:
+        content = {**dataclasses.asdict(self), "world_size": self.world_size, "num_stages": self.num_stages, "bubble": self.bubble}
+        return json.dumps(content, indent=2) + "\n"
+
+
+def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
+    """Decide strategy, stages, replicas and microbatches.
+
+    Raises:
+        ConfigError: stages, map, schedule and batch do not fit the model or each other.
+        LaunchError: the number of processes does not fit the plan.
+    """
+    strategy, num_stages = _strategy_and_stages(config, world)
+    stages_per_rank = 1 if strategy == "local" else _stages_per_rank(config)
+    if num_stages % stages_per_rank:
+        raise ConfigError(
+            f"schedule: {config.schedule} puts {stages_per_rank} stages on each process, but {num_stages} stages are asked for; "
+            f"give a multiple of {stages_per_rank} (partition.num_stages or the entries of the map)"
+        )
+    pipeline_ranks = num_stages // stages_per_rank
+    spans = partition(config.partition, facts, num_stages) if strategy == "pipeline" else (StageSpan(0, facts.num_blocks, True, True),)
+    replicas = _replicas(config, strategy, pipeline_ranks, world)
+    microbatches = _microbatches(config, strategy, pipeline_ranks, replicas)
+    return Plan(
+        strategy=strategy,
+        schedule=config.schedule if strategy == "pipeline" else "none",
+        device_type=world.device_type,
+        rule=effective_rule(config.partition) if strategy == "pipeline" else "whole model",
+        spans=spans,
+        pipeline_ranks=pipeline_ranks,
+        stages_per_rank=stages_per_rank,
+        replicas=replicas,
+        global_size=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+        microbatches=microbatches,
+        precision=config.precision,
+        total_parameters=facts.numel(facts.parameters),
+        ranks=tuple(_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank) for rank in range(pipeline_ranks)),
+    )
+
+
+def launch_command(world_size: int, config_path: str = "CONFIG") -> str:
+    """The torchrun command of a run with this many processes."""
+    return f"torchrun --nproc_per_node {world_size} -m mpfinetune train {config_path}"
+
+
+def _stages_per_rank(config: RunConfig) -> int:
+    return config.stages_per_rank or (2 if config.schedule in LOOPED_SCHEDULES else 1)
+
+
+def _strategy_and_stages(config: RunConfig, world: World) -> tuple[str, int]:
+    wish = config.partition
+    mapped = len(wish.stages) or (max(wish.device_map.values(), default=-1) + 1) or wish.num_stages
+    if config.strategy == "local":
+        return "local", 1
+    if mapped is None:
+        processes = world.world_size or world.visible_devices
+        if config.strategy == "auto" and processes == 1:
+            return "local", 1
+        mapped = max(2, min(processes, world.visible_devices)) * _stages_per_rank(config)
+    if config.strategy == "auto" and mapped == 1:
+        return "local", 1
+    return "pipeline", mapped
+
+
+def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: World) -> int:
+    if world.world_size is None:
+        replicas = 1 if strategy == "local" else max(1, world.visible_devices // pipeline_ranks)
+    elif strategy == "local":
+        if world.world_size != 1:
+            raise LaunchError(
+                f"strategy: local runs in one process, but {world.world_size} were started; "
+                "use `mpfinetune train CONFIG` or torchrun --nproc_per_node 1, or set strategy: pipeline"
+            )
+        replicas = 1
+    else:
+        replicas, rest = divmod(world.world_size, pipeline_ranks)
+        if rest or not replicas:
+            raise LaunchError(
+                f"{world.world_size} processes were started, but the plan has {pipeline_ranks} pipeline ranks, and every replica needs all of "
+                f"them: the number of processes must be a multiple of {pipeline_ranks}. Start it with: {launch_command(pipeline_ranks)}"
+            )
+    if world.device_type == "cuda" and world.world_size is None and pipeline_ranks * replicas > world.visible_devices:
+        raise LaunchError(
+            f"the plan needs {pipeline_ranks} cards, but {world.visible_devices} are visible (CUDA_VISIBLE_DEVICES, devices); "
+            "take fewer stages, or strategy: local for one card"
+        )
+    return replicas
+
+
+def _microbatches(config: RunConfig, strategy: str, pipeline_ranks: int, replicas: int) -> int:
+    """Microbatches of one replica in one full update."""
+    global_size, micro_size = config.batch.global_size, config.batch.micro_size
+    if strategy == "local":
+        return math.ceil(global_size / micro_size)
+    microbatches = math.ceil(math.ceil(global_size / replicas) / micro_size)
+    needed = min_microbatches(config.schedule, pipeline_ranks)
+    if microbatches < needed:
+        largest = max(1, global_size // (replicas * needed))
+        raise ConfigError(
+            f"batch.micro_size: {global_size} rows per update / {replicas} replicas / {micro_size} rows make {microbatches} microbatches, but "
+            f"{config.schedule} over {pipeline_ranks} ranks needs at least {needed}; set batch.micro_size to at most {largest} "
+            f"or batch.global_size to at least {micro_size * replicas * needed}"
+        )
+    multiple = microbatch_multiple(config.schedule, pipeline_ranks)
+    return math.ceil(microbatches / multiple) * multiple
+
+
+def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[StageSpan, ...], ranks: int, stages_per_rank: int) -> RankPlan:
+    stages = stages_of_rank(config.schedule, rank, ranks, stages_per_rank) if len(spans) > 1 else [0]
+    names = [name for stage in stages for name in spans[stage].parameter_names(facts)]
+    parameters = facts.numel(names)
+    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    masters = 0 if config.precision == "fp32" else 1
+    return RankPlan(
+        rank=rank,
+        stages=tuple(stages),
+        holds="; ".join(describe_span(spans[stage]) for stage in stages),
+        parameters=parameters,
+        weight_bytes=parameters * _BYTES[config.precision],
+        gradient_bytes=parameters * 4,  # accumulated in fp32, whatever the weights' type
+        optimizer_bytes=parameters * 4 * (states + masters),
+    )
+
+
+def describe_span(span: StageSpan) -> str:
+    """A span as the user would write it in ``partition.stages``."""
+    parts = ["embed"] if span.has_prologue else []
+    if span.stop - span.start == 1:
+        parts.append(str(span.start))
+    elif span.stop > span.start:
+        parts.append(f"{span.start}-{span.stop - 1}")
+    return ", ".join(parts + (["head"] if span.has_epilogue else []))
+
+
+def plan_rows(plan: Plan) -> list[tuple[Any, ...]]:
+    """One row per pipeline rank, for a table: rank, stages, what it holds, parameters, MiB of weights, gradients, optimizer, sum."""
+    mib = 2.0**20
+    return [
+        (
+            row.rank,
+            ",".join(map(str, row.stages)),
+            row.holds,
+            f"{row.parameters:,}",
+            *(f"{size / mib:.1f}" for size in (row.weight_bytes, row.gradient_bytes, row.optimizer_bytes, row.total_bytes)),
+        )
+        for row in plan.ranks
+    ]

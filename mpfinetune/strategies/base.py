@@ -1,0 +1,192 @@
+"""What every strategy does: one training step with the numbers of one big card, and evaluation.
+
+The step: the sum of the loss over the valid targets of the whole global batch, divided by their number; gradients summed over
+replicas and over the copies of shared parameters; one norm over all parameters; one optimizer update. Strategies differ in where
+tensors live. A new strategy is one module here and one row in ``build.STRATEGIES``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpfinetune.data.batches import GlobalBatch
+from mpfinetune.dist import DistContext, all_reduce_buckets, broadcast_buckets
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageModule
+from mpfinetune.planning.plan import Plan
+from mpfinetune.planning.schedule import stages_of_rank
+
+# (logits [rows, T, V] or [rows, C], labels [rows, T] or [rows]) -> sum of the loss over the valid targets, a scalar in fp32.
+LossSum = Callable[[Tensor, Tensor], Tensor]
+# Called with each microbatch's (logits, labels) where the logits are.
+Observer = Callable[[Tensor, Tensor], None]
+
+
+class Optimizer(Protocol):
+    """The update rule over the named parameters of this rank."""
+
+    def step(self, lr: float, gradient_factor: float) -> None: ...
+    def zero_grad(self) -> None: ...
+    def state_tensors(self) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One update, the same on every rank."""
+
+    loss: float  # mean over the valid targets of the update
+    grad_norm: float  # over all parameters, before clipping
+    skipped: bool  # the norm was not finite: nothing was changed
+    stop_requested: bool  # some rank asked to stop after this update
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several pipeline ranks hold a copy of: tied to another stage's, or used by every stage."""
+
+    name: str
+    pipeline_ranks: tuple[int, ...]
+
+
+class Strategy(ABC):
+    """The stages of this rank and the step over them."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, context: DistContext, stages: dict[int, StageModule], loss_sum: LossSum) -> None:
+        self.plan = plan
+        self.facts = facts
+        self.context = context
+        self.stages = stages
+        self.loss_sum = loss_sum
+        self.optimizer: Optimizer | None = None
+        self.clip_norm: float | None = None
+        self._tie_local_stages()
+        self.shared = shared_parameters(plan, facts)
+        self._shared_groups = self._make_shared_groups()
+        self._align_shared_copies()
+
+    # --- what a strategy defines ---
+
+    @abstractmethod
+    def _forward_backward(self, batch: GlobalBatch) -> Tensor:
+        """Accumulate gradients of the mean loss; returns this rank's part of that mean, a scalar."""
+
+    @abstractmethod
+    def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
+        """Forward passes only; ``observe`` sees each microbatch's logits where they are."""
+
+    # --- what all share ---
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank holds the model's end."""
+        return any(stage.span.has_epilogue for stage in self.stages.values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank by canonical Hugging Face name, each once."""
+        named: dict[str, nn.Parameter] = {}
+        for stage in self.stages.values():
+            for name, parameter in stage.model.named_parameters():
+                named.setdefault(self.facts.canonical_name(name), parameter)
+        return named
+
+    def first_held_names(self) -> set[str]:
+        """Names of which this rank is the first holder along the pipeline: each parameter of the model is in exactly one rank's set."""
+        shared = {parameter.name: parameter.pipeline_ranks[0] for parameter in self.shared}
+        return {name for name in self.named_parameters() if shared.get(name, self.context.pipeline_rank) == self.context.pipeline_rank}
+
+    def train_step(self, batch: GlobalBatch, lr: float, stop_requested: bool = False) -> StepOutcome:
+        """One optimizer update over a whole global batch; collective over all ranks."""
+        assert self.optimizer is not None, "set the optimizer before the first step"
+        for stage in self.stages.values():
+            stage.train()
+        loss = self._forward_backward(batch)
+        self._reduce_gradients()
+        squares = self._own_gradient_squares() / self.context.replicas
+        totals = self.context.sum_over_world(torch.stack([loss.double().to(squares.device), squares, squares.new_tensor(float(stop_requested))]))
+        mean_loss, square_sum, stops = totals.tolist()
+        norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            factor = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+            self.optimizer.step(lr, factor)
+        self.optimizer.zero_grad()
+        return StepOutcome(mean_loss, norm, skipped, stops > 0)
+
+    @torch.no_grad()
+    def evaluate(self, batch: GlobalBatch, observe: Observer) -> None:
+        """Forward passes over a global batch; collective over all ranks."""
+        for stage in self.stages.values():
+            stage.eval()
+        self._forward(batch, observe)
+
+    def _reduce_gradients(self) -> None:
+        """Sum over the copies of shared parameters, then over the replicas."""
+        parameters = self.named_parameters()
+        for names, group in self._shared_groups:
+            held = [parameters[name] for name in names]
+            for parameter in held:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+            all_reduce_buckets([parameter.grad for parameter in held if parameter.grad is not None], group)
+        if self.context.replicas > 1:
+            all_reduce_buckets([p.grad for p in parameters.values() if p.grad is not None], self.context.replica_group)
+
+    def _own_gradient_squares(self) -> Tensor:
+        """Sum of squares over the parameters of which this rank is the first holder, in fp64."""
+        parameters, own = self.named_parameters(), self.first_held_names()
+        gradients = [p.grad for name, p in parameters.items() if name in own and p.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self.context.device)
+        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+
+    def _tie_local_stages(self) -> None:
+        """A shared parameter whose holders are stages of this rank (V-shaped schedules) is one parameter, without any exchange."""
+        first: dict[str, nn.Parameter] = {}
+        for stage in self.stages.values():
+            for name, parameter in list(stage.model.named_parameters(remove_duplicate=False)):
+                kept = first.setdefault(self.facts.canonical_name(name), parameter)
+                if kept is not parameter:
+                    owner, _, leaf = name.rpartition(".")
+                    setattr(stage.model.get_submodule(owner), leaf, kept)
+
+    def _make_shared_groups(self) -> list[tuple[list[str], Any]]:
+        """(names, process group) for each set of pipeline ranks that share parameters; new_group is collective, so all ranks make all."""
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for parameter in self.shared:
+            by_ranks.setdefault(parameter.pipeline_ranks, []).append(parameter.name)
+        mine: list[tuple[list[str], Any]] = []
+        for pipeline_ranks, names in by_ranks.items():
+            for replica in range(self.context.replicas):
+                ranks = [self.context.global_rank(pipeline_rank, replica) for pipeline_rank in pipeline_ranks]
+                group = dist.new_group(ranks, timeout=self.context.timeout)
+                if self.context.rank in ranks:
+                    mine.append((names, group))
+        return mine
+
+    @torch.no_grad()
+    def _align_shared_copies(self) -> None:
+        """Make the copies equal before the first step: what the first holder has."""
+        parameters = self.named_parameters()
+        holders = {parameter.name: parameter.pipeline_ranks for parameter in self.shared}
+        for names, group in self._shared_groups:
+            source = self.context.global_rank(holders[names[0]][0], self.context.replica)
+            broadcast_buckets([parameters[name].data for name in names], source, group)
+
+
+def shared_parameters(plan: Plan, facts: ModelFacts) -> list[SharedParameter]:
+    """The parameters that more than one pipeline rank holds."""
+    holders: dict[str, set[int]] = {}
+    for rank in range(plan.pipeline_ranks):
+        stages = stages_of_rank(plan.schedule, rank, plan.pipeline_ranks, plan.stages_per_rank) if plan.num_stages > 1 else [0]
+        for stage in stages:
+            for name in plan.spans[stage].parameter_names(facts):
+                holders.setdefault(facts.canonical_name(name), set()).add(rank)
+    return [SharedParameter(name, tuple(sorted(ranks))) for name, ranks in holders.items() if len(ranks) > 1]

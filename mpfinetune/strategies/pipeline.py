@@ -1,0 +1,146 @@
+"""One process per stage (or per two stages), microbatches in flight: torch.distributed.pipelining over our stage modules.
+
+Stages exchange hidden states [B, T, D] only. Labels are small integers that every rank has, so the last stage returns the loss, a
+scalar: torch's runtime keeps the last stage's outputs of a whole step, which would be all logits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType, _PipelineScheduleRuntime
+
+from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
+from mpfinetune.dist import DistContext
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageModule
+from mpfinetune.planning.plan import Plan
+from mpfinetune.planning.schedule import SCHEDULES, Action, forward_order, stages_of_rank
+from mpfinetune.strategies.base import LossSum, Observer, Strategy
+
+# A cached schedule holds receive buffers for all its microbatches; the least recently used ones go beyond this.
+_CACHED_BUFFER_BYTES = 256 * 2**20
+
+
+class _ListedSchedule(_PipelineScheduleRuntime):
+    """An order of our own on torch's action runtime, which posts receives ahead of the compute that needs them."""
+
+    def __init__(self, stages: list[PipelineStage], n_microbatches: int, orders: dict[int, list[Action]], loss_fn: Any) -> None:
+        super().__init__(stages, n_microbatches, loss_fn=loss_fn, scale_grads=False)
+        kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+        actions = {
+            rank: [_Action(stage, kinds[kind], index) for stage, kind, index in order] for rank, order in orders.items()
+        }
+        # The lowering step of torch's runtime, without its check, which refuses an order without backward passes (evaluation).
+        self.stage_index_to_group_rank = {stage: rank for rank, order in orders.items() for stage, _, _ in order}
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self.pipeline_order_with_comms = _add_send_recv(actions, lambda stage: self.stage_index_to_group_rank[stage], self._num_stages)
+
+
+class _StageWithLoss(nn.Module):
+    """A stage as torch's runtime calls it: ``(hidden, labels=..., **batch)``; the last one gives its part of the mean loss."""
+
+    def __init__(self, stage: StageModule, loss_sum: LossSum) -> None:
+        super().__init__()
+        self.stage = stage
+        self.loss_sum = loss_sum
+        self.target_count = 1
+        self.observe: Observer | None = None
+
+    def forward(self, *hidden: Tensor, labels: Tensor, **batch: Tensor) -> Tensor:
+        output = self.stage(*hidden, **batch)
+        if not self.stage.span.has_epilogue:
+            return output
+        if self.observe is not None:
+            self.observe(output, labels)
+            return output.new_zeros(1)
+        return self.loss_sum(output, labels).reshape(1) / max(1, self.target_count)
+
+
+class PipelineStrategy(Strategy):
+    """Stages over processes, replicas over the rest."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, context: DistContext, stages: dict[int, StageModule], loss_sum: LossSum) -> None:
+        super().__init__(plan, facts, context, stages, loss_sum)
+        self._modules = {index: _StageWithLoss(stage, loss_sum) for index, stage in stages.items()}
+        self._schedules: OrderedDict[tuple[bool, int, int, int], _PipelineScheduleRuntime] = OrderedDict()
+        self._hidden_dtype = next(p.dtype for stage in stages.values() for p in stage.parameters())
+
+    def _forward_backward(self, batch: GlobalBatch) -> Tensor:
+        losses: list[Tensor] = []
+        self._run(batch, train=True, losses=losses)
+        if not self.has_logits:
+            return torch.zeros((), device=self.context.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
+        for module in self._modules.values():
+            module.observe = observe
+        try:
+            self._run(batch, train=False, losses=None)
+        finally:
+            for module in self._modules.values():
+                module.observe = None
+
+    def _run(self, batch: GlobalBatch, train: bool, losses: list[Tensor] | None) -> None:
+        padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
+        rows = padded.tensors["input_ids"].shape[0] // self.context.replicas
+        own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
+        tensors = {name: tensor.to(self.context.device, non_blocking=True) for name, tensor in own.tensors.items()}
+        for module in self._modules.values():
+            module.target_count = batch.target_count
+        schedule = self._schedule(train, rows // self.plan.micro_size, tensors["input_ids"].shape[1])
+        # The runtime wants a target for its loss function; ours is already in the last stage's output.
+        unused_target = torch.zeros(rows, device=self.context.device) if train and self.has_logits else None
+        schedule.step(target=unused_target, losses=losses, return_outputs=False, **tensors)
+
+    def _schedule(self, train: bool, microbatches: int, tokens: int) -> _PipelineScheduleRuntime:
+        """Buffers are fixed per shape, so there is one schedule for each (microbatches, rows, tokens), over the same modules."""
+        key = (train, microbatches, self.plan.micro_size, tokens)
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        self._schedules[key] = self._build_schedule(*key)
+        # The same sequence of keys on every rank, so all drop the same ones.
+        row_bytes = self.facts.hidden_size * self._hidden_dtype.itemsize
+        while len(self._schedules) > 1 and sum((1 + k[0]) * k[1] * k[2] * k[3] * row_bytes for k in self._schedules) > _CACHED_BUFFER_BYTES:
+            self._schedules.popitem(last=False)
+        return self._schedules[key]
+
+    def _build_schedule(self, train: bool, microbatches: int, rows: int, tokens: int) -> _PipelineScheduleRuntime:
+        hidden = torch.empty(rows, tokens, self.facts.hidden_size, dtype=self._hidden_dtype, device="meta", requires_grad=train)
+        loss = torch.empty(1, dtype=torch.float32 if train else self._hidden_dtype, device="meta", requires_grad=train)
+        stages = [
+            PipelineStage(
+                module,
+                index,
+                self.plan.num_stages,
+                self.context.device,
+                # Static shapes: torch's trial run to find them costs a step and breaks under other engines.
+                input_args=() if index == 0 else (hidden,),
+                output_args=loss if index == self.plan.num_stages - 1 else hidden,
+                group=self.context.pipeline_group,
+            )
+            for index, module in self._modules.items()
+        ]
+        row = SCHEDULES[self.plan.schedule]
+        ranks = range(self.plan.pipeline_ranks)
+        if not train:
+            orders = {r: forward_order(stages_of_rank(self.plan.schedule, r, len(ranks), self.plan.stages_per_rank), microbatches) for r in ranks}
+            return _ListedSchedule(stages, microbatches, orders, loss_fn=None)
+        if row.order is not None:
+            orders = {rank: row.order(rank, self.plan.num_stages, microbatches) for rank in ranks}
+            return _ListedSchedule(stages, microbatches, orders, loss_fn=_pass_loss)
+        assert row.torch_class is not None
+        return getattr(pipelining, row.torch_class)(stages, microbatches, loss_fn=_pass_loss, scale_grads=False)
+
+
+def _pass_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage has computed the loss; torch wants a function that returns it."""
+    return output.sum()
