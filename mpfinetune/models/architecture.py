@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,16 +104,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def max_positions(config: PretrainedConfig) -> int | None:
-    """The longest sequence the model's positions allow, in tokens, or None where nothing limits it (alibi).
-
-    RoBERTa-like tables start counting after the padding index; those rows cannot hold a token.
-    """
-    text_config = config.get_text_config()
-    limit = getattr(text_config, "max_position_embeddings", None) or getattr(text_config, "n_positions", None)
-    return int(limit) if limit else None
-
-
 def auto_class(task: ModelTask) -> Any:
     """The transformers auto class of a task."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -133,7 +124,7 @@ def construct_model(config: PretrainedConfig, task: ModelTask, attention: str, d
     kernel = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         with no_init_weights():
-            model = auto_class(task).from_config(config, dtype=dtype, **kernel)
+            model = auto_class(task).from_config(copy.deepcopy(config), dtype=dtype, **kernel)
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.task: no {task} model can be built from the configuration ({config.model_type}): {error}") from error
     model.tie_weights()

@@ -70,6 +70,7 @@ class ModelFacts:
     prologue_modules: tuple[str, ...]
     epilogue_modules: tuple[str, ...]
     module_names: frozenset[str] = field(repr=False)
+    max_positions: int | None = None  # tokens; None where nothing limits a row's length (alibi)
     refusal: str | None = None  # why the model cannot be cut into stages; it can still be trained whole
 
     def block_name(self, index: int) -> str:
@@ -186,13 +187,25 @@ def _facts_from_run(model_type: str, model: nn.Module, recorder: _Recorder) -> M
         prologue_modules=prologue,
         epilogue_modules=epilogue,
         module_names=frozenset(name for name, _ in model.named_modules() if name),
+        max_positions=_max_positions(model),
     )
 
 
 def _unsplit_facts(model_type: str, model: nn.Module, refusal: str) -> ModelFacts:
     parameters = {name: ParameterFacts(tuple(p.shape), "prologue") for name, p in model.named_parameters(remove_duplicate=False)}
     names = frozenset(name for name, _ in model.named_modules() if name)
-    return ModelFacts(model_type, "", 0, 0, BlockCall(0, None), parameters, _tied_names(model), (), (), names, refusal)
+    return ModelFacts(model_type, "", 0, 0, BlockCall(0, None), parameters, _tied_names(model), (), (), names, _max_positions(model), refusal)
+
+
+def _max_positions(model: Any) -> int | None:
+    """The longest row that the positions allow. A table with a padding row (roberta) starts to count after it."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if not limit:
+        return None
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == limit and m.padding_idx is not None]
+    is_vocabulary = limit == getattr(config, "vocab_size", None)
+    return int(limit) - (tables[0].padding_idx + 1 if tables and not is_vocabulary else 0)
 
 
 def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,7 @@ hidden states [B, T, D] cross a boundary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,8 @@ class StageModule(nn.Module):
         self.model = model
         self.span = span
         self._hidden: Tensor | None = None
+        # Tokenizers make token_type_ids for models that do not take them.
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
         if not (span.has_prologue and span.has_epilogue):
             self._replace_foreign_modules(facts)
 
@@ -132,7 +135,7 @@ class StageModule(nn.Module):
             raise AssertionError("hidden states are for the stages after the first, and only for them")
         self._hidden = hidden
         try:
-            return self.model(**batch).logits
+            return self.model(**{name: tensor for name, tensor in batch.items() if name in self._accepted}).logits
         except _LeaveForward as leave:
             return leave.hidden
         finally:

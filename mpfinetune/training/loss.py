@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mpfinetune.config import ModelTask
-
-IGNORED_LABEL = -100
+from mpfinetune.data.rows import IGNORED
 
 
 def causal_lm_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -21,12 +22,12 @@ def causal_lm_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     targets = labels[:, 1:].reshape(-1)
     # fp32: a sum over thousands of tokens in bf16 would keep three digits.
     predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    return functional.cross_entropy(predictions, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+    return functional.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def classification_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy summed over rows whose label is not -100. logits: [B, C]; labels: [B]."""
-    return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 def regression_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -37,15 +38,8 @@ def regression_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return difference.square().sum()
 
 
-def loss_sum_for(task: ModelTask, num_labels: int) -> object:
+def loss_sum_for(task: ModelTask, num_labels: int) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of a task; one label means regression."""
     if task == "causal_lm":
         return causal_lm_loss_sum
     return regression_loss_sum if num_labels == 1 else classification_loss_sum
-
-
-def count_targets(labels: Tensor) -> int:
-    """Number of valid targets behind labels [B, T] (after the shift) or [B]."""
-    if labels.ndim == 2:
-        return int((labels[:, 1:] != IGNORED_LABEL).sum())
-    return int((~torch.isnan(labels)).sum()) if labels.is_floating_point() else int((labels != IGNORED_LABEL).sum())

@@ -1,0 +1,6 @@
+"""``python -m mpfinetune``."""
+
+from mpfinetune.cli import main
+
+if __name__ == "__main__":
+    main()

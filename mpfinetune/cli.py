@@ -1,0 +1,189 @@
+"""The command line: ``python -m mpfinetune plan|train|eval|export CONFIG [key=value ...]``.
+
+Exit codes: 0 done, 2 a mistake of the user's (config, model, data, world size, checkpoint), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpfinetune.config import RunConfig, load_config
+from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, UserError
+from mpfinetune.reports.console import Reporter, print_error
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Fine-tune Hugging Face transformers split over two ordinary graphics cards.",
+)
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+OverridesArgument = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Config keys to change, like train.epochs=1.")]
+CheckpointOption = Annotated[str, typer.Option(help="last, best, or a checkpoint's folder.")]
+
+# After an error that every rank finds alike, the silent ranks wait for rank 0, whose message would else be cut off by the launcher.
+_SILENT_RANK_SECONDS = 5.0
+
+
+@app.command()
+def plan(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Show what each rank would hold; needs no GPU, reads no weights, starts nothing."""
+
+    def run(settings: RunConfig, reporter: Reporter) -> None:
+        from mpfinetune.training.prepare import plan_run
+        from mpfinetune.training.run import show_plan
+
+        planned = plan_run(settings, None)
+        show_plan(planned, reporter)
+        run_dir = Path(settings.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "plan.json").write_text(planned.plan.to_json(), encoding="utf-8")
+        reporter.say(f"written to {run_dir / 'plan.json'}")
+
+    _run(config, overrides, run)
+
+
+@app.command()
+def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Fine-tune; starts the planned number of processes unless torchrun has."""
+
+    def run(settings: RunConfig, reporter: Reporter) -> None:
+        from mpfinetune.training.run import train as train_rank
+
+        prepared = _prepare_or_launch(settings, reporter, ["train", str(config), *(overrides or [])])
+        train_rank(prepared, reporter)
+
+    _run(config, overrides, run)
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    checkpoint: Annotated[str, typer.Option(help="last, best, a checkpoint's folder, or base for the model as it was.")] = "last",
+) -> None:
+    """Score the held-out rows with a checkpoint of the run."""
+
+    def run(settings: RunConfig, reporter: Reporter) -> None:
+        from mpfinetune.training.run import evaluate as evaluate_rank
+
+        prepared = _prepare_or_launch(settings, reporter, ["eval", str(config), *(overrides or []), "--checkpoint", checkpoint])
+        evaluate_rank(prepared, checkpoint, reporter)
+
+    _run(config, overrides, run)
+
+
+@app.command()
+def export(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    checkpoint: CheckpointOption = "last",
+    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: run_dir/export.")] = None,
+) -> None:
+    """Write a checkpoint as a plain Hugging Face folder, in one process."""
+
+    def run(settings: RunConfig, reporter: Reporter) -> None:
+        from mpfinetune.models.architecture import load_tokenizer
+        from mpfinetune.training.export import export_checkpoint
+        from mpfinetune.training.prepare import plan_run
+        from mpfinetune.training.run import choose_checkpoint
+
+        chosen = choose_checkpoint(settings.run_dir, checkpoint)
+        target = output or Path(settings.run_dir) / "export"
+        count = export_checkpoint(plan_run(settings, None), chosen, load_tokenizer(settings.model), target)
+        reporter.say(f"exported {count:,} parameters of {chosen.name} to {target} (a plain Hugging Face folder)")
+
+    _run(config, overrides, run)
+
+
+def main() -> None:
+    """Entry point of the ``mpfinetune`` command."""
+    app()
+
+
+class _Launched(Exception):
+    """The processes were started and have ended."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def _run(config_path: Path, overrides: list[str] | None, body: Callable[[RunConfig, Reporter], None]) -> None:
+    """Load the config, run the body, turn what is raised into one message and an exit code."""
+    _quiet_libraries()
+    rank = os.environ.get("RANK", "0")
+    try:
+        settings = load_config(config_path, overrides)
+        body(settings, Reporter(enabled=rank == "0"))
+    except _Launched as launched:
+        raise typer.Exit(launched.exit_code) from None
+    except UserError as error:
+        _tell(error, rank)
+        raise typer.Exit(EXIT_USER_ERROR) from None
+    except Exception as error:
+        from mpfinetune.training.loop import NotFinite, Stopped
+
+        if isinstance(error, Stopped):
+            if rank == "0":
+                print("mpfinetune: stopped by a signal; the state is saved and `mpfinetune train` goes on from it", file=sys.stderr)
+        elif isinstance(error, NotFinite):
+            if rank == "0":
+                print(f"mpfinetune: {error}", file=sys.stderr)
+        else:
+            print(f"mpfinetune: rank {rank} failed; this is a defect of mpfinetune or of a library below it", file=sys.stderr)
+            traceback.print_exception(error)
+        # Without the interpreter's usual end: a rank that failed must not wait in a destructor for the others.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILURE)
+    raise typer.Exit(EXIT_DONE)
+
+
+def _tell(error: UserError, rank: str) -> None:
+    import torch.distributed as dist
+
+    if rank == "0":
+        print_error(error)
+    elif dist.is_available() and dist.is_initialized():
+        print(f"rank {rank}:", file=sys.stderr)
+        print_error(error)
+    else:
+        time.sleep(_SILENT_RANK_SECONDS)
+
+
+def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[str]):  # type: ignore[no-untyped-def]
+    """Check everything; then either go on as one of torchrun's ranks (or as the only process), or start the ranks and wait."""
+    from mpfinetune.dist import environment_int, launched_by_torchrun
+    from mpfinetune.launcher import start_processes
+    from mpfinetune.training.prepare import plan_run, prepare_run
+    from mpfinetune.training.run import show_plan
+
+    as_rank = launched_by_torchrun()
+    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None)
+    started_here = os.environ.get(_STARTED_HERE) == "1"
+    if not started_here:
+        show_plan(planned, reporter)
+    # The starting process has said what there is to say about the data.
+    prepared = prepare_run(planned, reporter.say if not started_here else lambda text: None)
+    if as_rank or planned.plan.world_size == 1:
+        return prepared
+    os.environ[_STARTED_HERE] = "1"
+    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist.port, reporter.say))
+
+
+_STARTED_HERE = "MPFINETUNE_STARTED_RANKS"
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and notices of the libraries would tear ours apart; errors still come through."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,87 @@
+"""Starts the planned number of processes, as torchrun would, and says in one sentence why a run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR
+
+_ENDED_BY_SIGNAL = {
+    -signal.SIGKILL: "killed (signal 9): most often the kernel, for want of host memory; take a smaller batch.micro_size or data.max_length",
+    -signal.SIGSEGV: "crashed (signal 11) in native code",
+    -signal.SIGBUS: "crashed (signal 7): most often /dev/shm or the disk is full",
+    -signal.SIGABRT: "aborted (signal 6) in native code",
+}
+
+
+def start_processes(world_size: int, arguments: list[str], port: int | None, say: Callable[[str], None]) -> int:
+    """Run ``python -m mpfinetune ARGUMENTS`` in ``world_size`` processes on this host.
+
+    Args:
+        port: where they meet; None, or one that is in use, means a free one.
+
+    Returns:
+        The exit code of the run: 0 done, 2 a mistake of the user's, 1 anything else.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if port is not None and not _is_free(port):
+        say(f"dist.port: {port} is in use; a free port is taken instead")
+        port = None
+    # Each rank would start a thread per core otherwise, and the ranks would fight for them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port or 0}",
+        run_id=f"mpfinetune-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    with _quiet_launcher():
+        try:
+            elastic_launch(config, sys.executable)("-m", "mpfinetune", *arguments)
+        except ChildFailedError as failure:
+            rank, first = failure.get_first_failure()
+            if first.exitcode in (EXIT_USER_ERROR, EXIT_FAILURE):
+                return first.exitcode
+            reason = _ENDED_BY_SIGNAL.get(first.exitcode, f"ended with exit code {first.exitcode}")
+            print(f"mpfinetune: rank {rank} was {reason}", file=sys.stderr)
+            return EXIT_FAILURE
+        except SignalException as stopped:
+            print(f"mpfinetune: stopped by signal {int(stopped.sigval)}", file=sys.stderr)
+            return EXIT_FAILURE
+    return EXIT_DONE
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _quiet_launcher():  # type: ignore[no-untyped-def]
+    """The launcher's own log repeats a rank's error as a page of text; the rank has said it already."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,246 @@
+"""Checkpoints: written atomically, complete or not there, addressed by parameter name so that any layout can go on from them.
+
+``checkpoints/step-00000100/`` holds, for each pipeline rank, the weights (fp32 masters) and the optimizer's state of the parameters
+of which it is the first holder, as safetensors (no pickle), and ``state.json``: the position of the run and the size of every file. The
+folder is written under another name and renamed when every rank is done, so a killed run leaves no half checkpoint behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpfinetune.dist import DistContext
+from mpfinetune.errors import CheckpointError
+
+FORMAT = 1
+STATE_FILE = "state.json"
+_PREFIX = "step-"
+_UNFINISHED = ".unfinished"
+
+
+@dataclass
+class RunState:
+    """Where a run is. ``epoch`` and ``index`` are those of the next batch; ``applied_updates`` leaves skipped ones out."""
+
+    step: int = 0
+    applied_updates: int = 0
+    epoch: int = 0
+    index: int = 0
+    tokens: int = 0
+    score: float | None = None  # of the evaluation at this step, by the task's metric; higher is better
+    identity: dict[str, Any] = field(default_factory=dict)  # what must not change between stop and resume
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """What one rank gives to a checkpoint, by canonical parameter name (states: ``name/state``)."""
+
+    weights: dict[str, Tensor]
+    states: dict[str, Tensor]
+
+
+def save_checkpoint(folder: Path, state: RunState, tensors: RankTensors, context: DistContext) -> Path:
+    """Write one checkpoint; collective over all ranks, of which the first replica of each pipeline rank writes.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write (disk full); what was written is removed, older checkpoints stay.
+    """
+    final = folder / f"{_PREFIX}{state.step:08d}"
+    unfinished = folder / f"{final.name}{_UNFINISHED}"
+    if context.rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    context.barrier()
+    problem = None
+    try:
+        if context.replica == 0:
+            suffix = f"{context.pipeline_rank:05d}-of-{context.pipeline_ranks:05d}.safetensors"
+            _write_tensors(unfinished / f"weights-{suffix}", tensors.weights)
+            _write_tensors(unfinished / f"optimizer-{suffix}", tensors.states)
+    except Exception as error:  # safetensors raises its own kinds; whatever it is, no rank may wait for this one
+        problem = f"rank {context.rank}: {error}"
+    problems = [text for text in context.gather_objects(problem) if text]
+    if context.rank == 0:
+        if problems:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            _finish(unfinished, final, state)
+    context.barrier()
+    if problems:
+        needed = sum(t.numel() * t.element_size() for group in (tensors.weights, tensors.states) for t in group.values())
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(
+            f"run_dir: the checkpoint of step {state.step} could not be written to {folder} ({'; '.join(problems)}); this rank's part needs "
+            f"{needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free. Older checkpoints are untouched."
+        )
+    return final
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _finish(unfinished: Path, final: Path, state: RunState) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
+    content = {"format": FORMAT, "state": asdict(state), "files": sizes}
+    with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(unfinished)
+    shutil.rmtree(final, ignore_errors=True)
+    unfinished.rename(final)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------------------
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first, complete or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.startswith(_PREFIX) and path.name.removeprefix(_PREFIX).isdigit())
+
+
+def what_is_missing(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not complete, or None."""
+    try:
+        content = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        sizes = content["files"]
+        RunState(**content["state"])
+    except FileNotFoundError:
+        return f"{STATE_FILE} is missing"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{STATE_FILE} is broken: {error}"
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def find_checkpoint(folder: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from and what was passed over on the way.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        resume: ``auto``, ``never`` or a checkpoint's folder.
+
+    Raises:
+        CheckpointError: the named one is not complete, or there are checkpoints but none is complete.
+    """
+    if resume == "never":
+        return None, []
+    if resume != "auto":
+        problem = what_is_missing(Path(resume))
+        if problem:
+            raise CheckpointError(f"checkpoint.resume: '{resume}' is no complete checkpoint: {problem}")
+        return Path(resume), []
+    skipped = []
+    for checkpoint in reversed(list_checkpoints(folder)):
+        problem = what_is_missing(checkpoint)
+        if problem is None:
+            return checkpoint, skipped
+        skipped.append(f"{checkpoint} is not complete ({problem}); passed over")
+    if skipped:
+        raise CheckpointError(
+            f"checkpoint.resume: none of the {len(skipped)} checkpoints in {folder} is complete: {'; '.join(skipped)}. "
+            "Set checkpoint.resume: never to start anew."
+        )
+    return None, []
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint with the highest score."""
+    scored = [(read_state(path).score, path) for path in list_checkpoints(folder) if what_is_missing(path) is None]
+    return max(((score, path) for score, path in scored if score is not None), default=(0.0, None), key=lambda pair: pair[0])[1]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` and the best; also what a killed run left unfinished."""
+    checkpoints = list_checkpoints(folder)
+    kept = {*checkpoints[-keep:], best_checkpoint(folder)}
+    for path in [*(path for path in checkpoints if path not in kept), *folder.glob(f"{_PREFIX}*{_UNFINISHED}")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------------------
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The position of the run, from a complete checkpoint."""
+    return RunState(**json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["state"])
+
+
+def check_identity(checkpoint: Path, now: dict[str, Any]) -> None:
+    """A run may change its layout (strategy, stages, replicas, micro size) on resume, but not what its numbers depend on.
+
+    Raises:
+        CheckpointError: naming every key that differs, with both values.
+    """
+    before = read_state(checkpoint).identity
+    differing = [key for key in now if key in before and before[key] != now[key]]
+    if differing:
+        lines = "; ".join(f"{key} was {before[key]!r} and is {now[key]!r}" for key in differing)
+        raise CheckpointError(
+            f"checkpoint.resume: {checkpoint} belongs to a run with another setting: {lines}. Put the setting back, take another run_dir, "
+            "or set checkpoint.resume: never to start anew."
+        )
+
+
+def read_tensors(checkpoint: Path, kind: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of ``kind`` (``weights`` or ``optimizer``) for the parameter names ``wanted`` (None: all), on the CPU, from every rank's file.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Tensor] = {}
+    for path in sorted(checkpoint.glob(f"{kind}-*.safetensors")):
+        try:
+            with safe_open(path, framework="pt", device="cpu", backend="pread") as file:
+                for key in file.keys():
+                    name = key.rpartition("/")[0] if kind == "optimizer" else key
+                    if wanted is None or name in wanted:
+                        found[key] = file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"checkpoint.resume: {path} cannot be read: {error}") from error
+    return found
+
+
+@torch.no_grad()
+def restore(checkpoint: Path, names: set[str]) -> RankTensors:
+    """What a rank that holds the parameters ``names`` needs of a checkpoint, whatever layout wrote it.
+
+    Raises:
+        CheckpointError: a parameter is not in it.
+    """
+    weights = read_tensors(checkpoint, "weights", names)
+    missing = sorted(names - set(weights))
+    if missing:
+        raise CheckpointError(f"checkpoint.resume: {checkpoint} does not hold {', '.join(missing[:5])}; it belongs to another model")
+    return RankTensors(weights, read_tensors(checkpoint, "optimizer", names))

@@ -1,0 +1,77 @@
+"""A checkpoint as a plain Hugging Face folder: config, tokenizer, safetensors; loadable by ``from_pretrained`` without this project."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpfinetune.errors import CheckpointError
+from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta
+from mpfinetune.training.prepare import PlannedRun
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> int:
+    """Write the folder, one rank's part of the weights at a time; tied weights once.
+
+    The folder appears under its name only when it is complete and every tensor's shape has been checked against the model.
+
+    Returns:
+        The number of parameters written.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold exactly the model's parameters.
+    """
+    config = planned.config
+    with parameters_on_meta():
+        model = construct_model(planned.hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    written = _write_weights(model, checkpoint, TORCH_DTYPES[config.precision], unfinished)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    problems = [name for name in expected if written.get(name) != expected[name]] + [name for name in written if name not in expected]
+    if problems:
+        shutil.rmtree(unfinished)
+        raise CheckpointError(f"export: {checkpoint} does not hold the model's parameters as they should be: {', '.join(problems[:5])}")
+    hf_config = copy.deepcopy(planned.hf_config)  # the run's own copy has the generation cache as it was
+    hf_config.architectures = [type(model).__name__]
+    hf_config.dtype = TORCH_DTYPES[config.precision]
+    hf_config.save_pretrained(unfinished)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    shutil.rmtree(output, ignore_errors=True)
+    unfinished.rename(output)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _write_weights(model: PreTrainedModel, checkpoint: Path, dtype: torch.dtype, folder: Path) -> dict[str, tuple[int, ...]]:
+    """One file per rank's part, with an index where there are several; returns the shapes by the model's parameter names."""
+    from safetensors.torch import load_file, save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parts = sorted(checkpoint.glob("weights-*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, part in enumerate(parts, start=1):
+        tensors: dict[str, Tensor] = {name: tensor.to(dtype) for name, tensor in load_file(part).items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        stored: dict[str, Tensor] = {name: t.contiguous() for name, t in revert_weight_conversion(model, tensors).items()}
+        file_name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file(stored, folder / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(stored, file_name)
+        total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+    if len(parts) > 1:
+        index: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return shapes

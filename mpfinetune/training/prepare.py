@@ -1,0 +1,111 @@
+"""Everything that can be known, and can go wrong, before a process is started or a weight is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpfinetune.config import RunConfig
+from mpfinetune.data.batches import LengthRule, UpdateLoader
+from mpfinetune.data.tasks import GLUE_TASKS, LoadedData, choose_pad_token, load_rows
+from mpfinetune.dist import device_type, visible_devices
+from mpfinetune.errors import ConfigError
+from mpfinetune.models.architecture import load_hf_config, load_tokenizer, resolve_model_folder
+from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.models.load import weight_files
+from mpfinetune.planning.plan import Plan, World, make_plan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The model's configuration and facts, and the plan; no data, no weights."""
+
+    config: RunConfig
+    hf_config: PretrainedConfig
+    facts: ModelFacts
+    plan: Plan
+    num_labels: int
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A planned run with its tokenizer and rows."""
+
+    planned: PlannedRun
+    folder: Path | None  # of the weights; None: they are drawn
+    tokenizer: PreTrainedTokenizerBase
+    data: LoadedData
+    pad_token_id: int
+
+    @property
+    def config(self) -> RunConfig:
+        return self.planned.config
+
+    def train_loader(self) -> UpdateLoader:
+        return self._loader(training=True)
+
+    def evaluation_loader(self) -> UpdateLoader | None:
+        return self._loader(training=False) if self.data.evaluation else None
+
+    def _loader(self, training: bool) -> UpdateLoader:
+        return UpdateLoader(
+            self.data.train if training else self.data.evaluation,
+            global_size=self.config.batch.global_size,
+            seed=self.config.train.seed,
+            length_rule=LengthRule.from_config(self.config.data),
+            pad_token_id=self.pad_token_id,
+            shuffle=training,
+        )
+
+    def total_updates(self) -> int:
+        """Updates of the whole run; a part of an epoch is rounded up to whole updates."""
+        if self.config.train.max_steps is not None:
+            return self.config.train.max_steps
+        return math.ceil(self.config.train.epochs * self.train_loader().updates_per_epoch)
+
+
+def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
+    """Facts and plan; ``world_size`` is None before the launch.
+
+    Raises:
+        UserError: whatever is wrong with config, model, map or processes.
+    """
+    wanted_labels = config.model.num_labels or (GLUE_TASKS[config.data.task].num_labels if config.data.task else None)
+    hf_config = load_hf_config(config.model, wanted_labels)
+    facts = inspect_model(hf_config, config.model.task, config.model.attention)
+    world = World(device_type(config), visible_devices(config), world_size)
+    plan = make_plan(config, facts, world)
+    return PlannedRun(config, hf_config, facts, plan, getattr(hf_config, "num_labels", 1))
+
+
+def prepare_run(planned: PlannedRun, say: Say) -> PreparedRun:
+    """Find the weights, read and check the data.
+
+    Raises:
+        UserError: whatever is wrong with weights, tokenizer or data.
+    """
+    config = planned.config
+    folder = None
+    if config.model.init == "pretrained":
+        folder = resolve_model_folder(config.model, weights=True)
+        weight_files(folder)
+    tokenizer = load_tokenizer(config.model)
+    vocabulary = planned.hf_config.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(
+            f"model.tokenizer: the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary has {vocabulary}; "
+            "they do not belong together"
+        )
+    pad_token_id = choose_pad_token(tokenizer, say)
+    if getattr(planned.hf_config, "pad_token_id", None) is None:
+        planned.hf_config.pad_token_id = pad_token_id  # a decoder's classification head looks for the last token that is no padding
+    data = load_rows(config, tokenizer, planned.num_labels, planned.facts.max_positions, say)
+    return PreparedRun(planned, folder, tokenizer, data, pad_token_id)

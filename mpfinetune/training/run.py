@@ -1,0 +1,137 @@
+"""What one rank does for ``train`` and ``eval``: join the others, build its stages, fit or score, export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mpfinetune.config import save_config
+from mpfinetune.dist import DistContext, init_distributed
+from mpfinetune.errors import CheckpointError
+from mpfinetune.models.load import weight_files
+from mpfinetune.planning.plan import plan_rows
+from mpfinetune.reports.console import Reporter
+from mpfinetune.reports.tracking import Tracker
+from mpfinetune.strategies.build import build_strategy
+from mpfinetune.training.checkpoint import best_checkpoint, find_checkpoint, list_checkpoints, what_is_missing
+from mpfinetune.training.export import export_checkpoint
+from mpfinetune.training.loop import Trainer, progress_summary
+from mpfinetune.training.loss import loss_sum_for
+from mpfinetune.training.prepare import PlannedRun, PreparedRun
+
+PLAN_COLUMNS = ("rank", "stages", "holds", "parameters", "weights MiB", "gradients MiB", "optimizer MiB", "sum MiB")
+
+
+def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
+    """The decision, before it is carried out."""
+    plan = planned.plan
+    reporter.say(
+        f"plan: {plan.strategy}, {plan.num_stages} stage(s) by rule '{plan.rule}', schedule {plan.schedule}, {plan.pipeline_ranks} rank(s) x "
+        f"{plan.replicas} replica(s) on {plan.device_type}; {planned.facts.model_type}, {plan.total_parameters:,} parameters, {plan.precision}"
+    )
+    rows = [(row[0], row[1], row[2], *row[3:]) for row in plan_rows(plan)]
+    reporter.table("what each rank holds", PLAN_COLUMNS, rows)
+    reporter.say(
+        f"batch: {plan.global_size} rows per update = {plan.microbatches} microbatches x {plan.micro_size} rows x {plan.replicas} replica(s)"
+        + (f"; a rank idles {plan.bubble:.0%} of a step if the stages take equally long" if plan.pipeline_ranks > 1 else "")
+    )
+
+
+def train(run: PreparedRun, reporter: Reporter) -> None:
+    """Train to the end and export; collective over the ranks that were started.
+
+    Raises:
+        UserError: checkpoint or launch problems.
+        Stopped, NotFinite: see ``Trainer.fit``.
+    """
+    config = run.config
+    run_dir = Path(config.run_dir)
+    # Before the processes meet: a checkpoint that cannot be used must not leave anything half begun.
+    checkpoint, passed_over = find_checkpoint(run_dir / "checkpoints", config.checkpoint.resume)
+    for line in passed_over:
+        reporter.say(line)
+    with _processes(run) as context:
+        trainer = _trainer(run, context, reporter)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+            reporter.say(f"resumed from {checkpoint}, after update {trainer.state.step}")
+        if context.rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            save_config(config, run_dir / "config.yaml")
+            (run_dir / "plan.json").write_text(run.planned.plan.to_json(), encoding="utf-8")
+            if checkpoint is None:
+                shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        trainer.tracker.truncate_after(trainer.state.step if checkpoint is not None else -1)
+        context.barrier()
+        reporter.say(f"training: {progress_summary(trainer.loader, trainer.total_updates)}")
+        try:
+            trainer.fit()
+        finally:
+            trainer.tracker.close()
+        saved = [path for path in list_checkpoints(trainer.checkpoints) if what_is_missing(path) is None]
+        if saved and context.rank == 0:
+            export(run, saved[-1], run_dir / "export", reporter)
+        context.barrier()
+
+
+def evaluate(run: PreparedRun, which: str, reporter: Reporter) -> dict[str, float]:
+    """Score the held-out rows with the weights of a checkpoint (``last``, ``best``, a folder) or with ``base`` weights; collective.
+
+    Raises:
+        UserError: no such checkpoint, or launch problems.
+    """
+    checkpoint = None if which == "base" else choose_checkpoint(run.config.run_dir, which)
+    with _processes(run) as context:
+        trainer = _trainer(run, context, reporter, tracking=False)
+        if checkpoint is not None:
+            trainer.load_weights(checkpoint)
+            reporter.say(f"weights of {checkpoint}")
+        return trainer.evaluate()
+
+
+def export(run: PreparedRun, checkpoint: Path, output: Path, reporter: Reporter) -> None:
+    """Write a Hugging Face folder from a checkpoint; one process."""
+    count = export_checkpoint(run.planned, checkpoint, run.tokenizer, output)
+    reporter.say(f"exported {count:,} parameters of {checkpoint.name} to {output} (a plain Hugging Face folder)")
+
+
+def choose_checkpoint(run_dir: str, which: str) -> Path:
+    """``last`` complete one, ``best`` by score, or a folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(run_dir) / "checkpoints"
+    if which == "best":
+        chosen = best_checkpoint(folder)
+    else:
+        chosen, _ = find_checkpoint(folder, "auto" if which == "last" else which)
+    if chosen is None:
+        raise CheckpointError(f"run_dir: no checkpoint in {folder}; train first, or name a checkpoint's folder with --checkpoint")
+    return chosen
+
+
+def _trainer(run: PreparedRun, context: DistContext, reporter: Reporter, tracking: bool = True) -> Trainer:
+    planned = run.planned
+    if run.folder is not None:
+        weight_files(run.folder)
+    loss_sum = loss_sum_for(run.config.model.task, planned.num_labels)
+    strategy, drawn = build_strategy(run.config, planned.hf_config, planned.facts, planned.plan, context, loss_sum, run.folder)
+    all_drawn = sorted({name for names in context.gather_objects(drawn) for name in names})
+    if all_drawn and run.folder is not None:
+        reporter.say(f"not in the model's files, drawn from train.seed: {', '.join(all_drawn)}")
+    return Trainer(run, strategy, reporter, Tracker(Path(run.config.run_dir), enabled=tracking and context.rank == 0))
+
+
+@contextmanager
+def _processes(run: PreparedRun) -> Iterator[DistContext]:
+    context = init_distributed(run.config, run.planned.plan.pipeline_ranks)
+    try:
+        yield context
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

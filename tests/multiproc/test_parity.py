@@ -1,0 +1,241 @@
+"""The promise: however a model is split, a run has the numbers of one big card.
+
+Each case trains a tiny random model for a few updates of padded, uneven batches on gloo ranks and compares the loss, the global gradient
+norm, every parameter and the evaluation logits with two references: the strategy ``local``, and a plain PyTorch loop that knows
+nothing of the product's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from mpfinetune.errors import ConfigError
+from tests.families import FAMILIES
+from tests.multiproc.rank_pool import RankPool
+from tests.multiproc.training_cases import Problem, make_batches, plain_loop, train
+
+TOLERANCE = 1e-5
+LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
+CASE = "tests.multiproc.training_cases:train"
+SHAPES_OF_BLOCK_KIND = ("llama", "gpt2", "bert")  # untied decoder, tied decoder, encoder
+FOUR_STAGES = {"partition": {"rule": "uniform", "num_stages": 4}}
+THREE_STAGES = {"partition": {"rule": "uniform", "num_stages": 3}}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way of splitting or feeding a model, and the families it is run for."""
+
+    families: tuple[str, ...]
+    changes: dict[str, Any] = field(default_factory=dict)  # of the config
+    problem: dict[str, Any] = field(default_factory=dict)  # fields of Problem
+    ranks: int = 2
+    tolerance: float = TOLERANCE
+
+
+def by_map(*stages: str) -> dict[str, Any]:
+    return {"partition": {"stages": list(stages)}}
+
+
+def micro(size: int) -> dict[str, Any]:
+    return {"batch": {"global_size": 8, "micro_size": size}}
+
+
+ALL = (*FAMILIES, "deberta-v2")
+LABEL_COUNTS = {"label_counts": (1, 1, 6, 6), "shapes": ((4, 8), (4, 8))}
+SCORED_BY_LAST_TOKEN = {"task": "sequence_classification", "model_changes": (("pad_token_id", 0),)}
+
+COLUMNS: dict[str, Column] = {
+    "1f1b": Column(ALL),
+    "gpipe": Column(ALL, {"schedule": "gpipe"}),
+    "interleaved_1f1b": Column(SHAPES_OF_BLOCK_KIND, {"schedule": "interleaved_1f1b", **FOUR_STAGES}),
+    "interleaved_zero_bubble": Column(SHAPES_OF_BLOCK_KIND, {"schedule": "interleaved_zero_bubble", **FOUR_STAGES}),
+    "zbv": Column(SHAPES_OF_BLOCK_KIND, {"schedule": "zbv", **FOUR_STAGES}),
+    "three_stages_per_rank": Column(
+        ("llama",),
+        {"schedule": "interleaved_1f1b", "stages_per_rank": 3, "partition": {"rule": "uniform", "num_stages": 6}},
+        {"model_changes": (("num_hidden_layers", 6),)},
+    ),
+    # stages x replicas
+    "replicas": Column(SHAPES_OF_BLOCK_KIND, ranks=4),
+    "replicas_zbv": Column(("gpt2",), {"schedule": "zbv", **FOUR_STAGES, **micro(1)}, ranks=4),
+    "replicas_odd_micro": Column(("gpt2",), micro(1), {"shapes": ((5, 7), (3, 11))}, ranks=4),
+    "four_stages": Column(("llama", "gpt2", "mpnet"), FOUR_STAGES, ranks=4),
+    "three_stages": Column(("llama", "gpt2", "mpnet"), THREE_STAGES, ranks=3),
+    # cuts by hand
+    "embed_alone": Column(("llama", "gpt2", "bloom", "bert", "mpnet"), by_map("embed", "0-3, head")),
+    "head_alone": Column(("llama", "gpt2", "bloom", "bert", "mpnet"), by_map("embed, 0-3", "head")),
+    "most_on_the_last": Column(SHAPES_OF_BLOCK_KIND, by_map("embed, 0", "1-3, head")),
+    "embed_and_head_alone": Column(("llama", "gpt2"), by_map("embed", "0-1", "2-3", "head"), ranks=4),
+    # batches
+    "left_padded": Column(("llama", "mistral", "gpt2", "bloom", "bert"), problem={"left_padded": True}),
+    "token_types": Column(("bert",), problem={"token_types": True}),
+    "micro_3_of_8_7_5": Column(SHAPES_OF_BLOCK_KIND, micro(3)),
+    "micro_1_with_one_row": Column(("llama", "bert"), micro(1), {"shapes": ((8, 6), (1, 9), (2, 4))}),
+    "accumulate_1": Column(("llama",), {"batch": {"global_size": 4, "micro_size": 1}}, LABEL_COUNTS),
+    "accumulate_2": Column(("llama",), {"batch": {"global_size": 4, "micro_size": 2}}, LABEL_COUNTS),
+    "accumulate_4": Column(("llama",), {"schedule": "gpipe", "batch": {"global_size": 4, "micro_size": 4}}, LABEL_COUNTS),
+    # tasks, losses and update rules
+    "last_token": Column(("llama", "gpt2"), problem=SCORED_BY_LAST_TOKEN),
+    "last_token_left_padded": Column(("llama",), problem={**SCORED_BY_LAST_TOKEN, "left_padded": True}),
+    "regression": Column(("bert", "roberta"), problem={"num_labels": 1}),
+    "five_labels": Column(("distilbert",), problem={"num_labels": 5}),
+    "rows_ignored": Column(SHAPES_OF_BLOCK_KIND, problem={"ignored": True}),
+    "regression_ignored": Column(("bert",), problem={"ignored": True, "num_labels": 1}),
+    "sgd_momentum": Column(SHAPES_OF_BLOCK_KIND, problem={"optimizer": (("name", "sgd"), ("momentum", 0.9), ("lr", 1e-3))}),
+    "no_clipping": Column(("gpt2",), problem={"clip_norm": None}),
+    "eager_attention": Column(("llama", "bert"), {"model": {}}),
+}
+MATRIX = [pytest.param(family, name, id=f"{name}-{family}") for name, column in COLUMNS.items() for family in column.families]
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
+
+
+def run(request: pytest.FixtureRequest, ranks: int, case: str = CASE, **arguments: Any) -> list[dict[str, Any]]:
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks])
+    return pool.run(case, arguments)
+
+
+@cache
+def references(problem: Problem) -> dict[str, dict[str, Any]]:
+    """What the split runs are compared with; the two must also agree with each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks: sums in the same order
+    try:
+        found = {"local": train(problem, LOCAL), "plain": plain_loop(problem)}
+    finally:
+        torch.set_num_threads(threads)
+    check_numbers(found["local"], found["plain"], "local against the plain loop", TOLERANCE)
+    return found
+
+
+def check_numbers(result: dict[str, Any], reference: dict[str, Any], what: str, tolerance: float) -> None:
+    """Loss, norm, evaluation logits and every parameter that the result holds."""
+    differences = {key: max(abs(a - b) for a, b in zip(result[key], reference[key], strict=True)) for key in ("losses", "norms")}
+    differences |= {name: worst(value, reference["parameters"][name]) for name, value in result["parameters"].items()}
+    if result["logits"] is not None:
+        differences["logits"] = worst(result["logits"], reference["logits"])
+    name = max(differences, key=lambda key: float("inf") if differences[key] != differences[key] else differences[key])
+    assert differences[name] <= tolerance, f"{what}: worst difference {differences[name]:.2e} in {name}, tolerance {tolerance:.0e}"
+
+
+def worst(left: torch.Tensor, right: torch.Tensor) -> float:
+    assert left.shape == right.shape
+    return float((left - right).abs().max())
+
+
+def whole_logits(results: list[dict[str, Any]], rows: int) -> torch.Tensor:
+    """Those of all replicas, without the fill rows at the end."""
+    return torch.cat([result["logits"] for result in results if result["logits"] is not None])[:rows]
+
+
+def check_split(results: list[dict[str, Any]], problem: Problem, tolerance: float, what: str) -> None:
+    """A split run against both references, and the copies on its ranks against each other."""
+    for key in ("losses", "norms", "skipped"):
+        assert all(result[key] == results[0][key] for result in results), f"the ranks report different {key}"
+    held: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, value in result["parameters"].items():
+            assert torch.equal(value, held.setdefault(name, value)), f"the copies of {name} differ"
+    first = [name for result in results if result["replica"] == 0 for name in result["first_held"]]
+    logits = whole_logits(results, make_batches(problem)[-1].real_rows)
+    for reference_name, reference in references(problem).items():
+        assert sorted(first) == sorted(reference["parameters"]) == sorted(held)
+        merged = {**results[0], "parameters": held, "logits": logits}
+        check_numbers(merged, reference, f"{what} against {reference_name}", tolerance)
+
+
+@pytest.mark.parametrize(("family", "column_name"), MATRIX)
+def test_split_equals_whole(request: pytest.FixtureRequest, family: str, column_name: str) -> None:
+    column = COLUMNS[column_name]
+    problem = Problem(family, **column.problem)
+    changes = dict(column.changes)
+    if "model" in changes:
+        changes["model"] = {"path": "in memory", "task": problem.effective_task, "init": "random", "attention": "eager"}
+    results = run(request, column.ranks, problem=problem, changes=changes)
+    assert len(results) == column.ranks
+    check_split(results, problem, column.tolerance, f"{family}, {column_name}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_local_does_not_depend_on_the_micro_size(size: int) -> None:
+    problem = Problem("llama", **LABEL_COUNTS)
+    result = train(problem, {**LOCAL, "batch": {"global_size": 4, "micro_size": size}})
+    check_numbers(result, plain_loop(problem), f"micro size {size}", TOLERANCE)
+
+
+def test_albert_is_refused_by_the_pipeline_and_trains_whole() -> None:
+    problem = Problem("albert")
+    with pytest.raises(ConfigError, match=r"strategy: the model \(albert\) runs the same layers .* nothing to split over stages"):
+        train(problem, {})
+    references(problem)
+
+
+@pytest.mark.parametrize("family", SHAPES_OF_BLOCK_KIND)
+def test_bf16_equals_local_bf16(request: pytest.FixtureRequest, family: str) -> None:
+    problem = Problem(family, precision="bf16")
+    local = train(problem, LOCAL)
+    exact = references(replace(problem, precision="fp32"))["plain"]
+    for result in run(request, 2, problem=problem, changes={}):
+        assert result["losses"] == pytest.approx(local["losses"], abs=1e-2)
+        assert result["norms"] == pytest.approx(local["norms"], rel=2e-2)
+        assert result["losses"] == pytest.approx(exact["losses"], abs=5e-2)  # fp32: eight bits more
+
+
+def test_schedules_are_dropped_and_built_again_without_changing_the_numbers(request: pytest.FixtureRequest) -> None:
+    problem = Problem("llama", shapes=((8, 12), (7, 9), (8, 12), (5, 9)))
+    results = run(request, 2, "tests.multiproc.training_cases:train_with_small_cache", problem=problem, changes={})
+    check_split(results, problem, TOLERANCE, "one cached schedule")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", ["transformer.h.0.ln_1.weight", "transformer.wte.weight", "transformer.ln_f.bias"])
+def test_a_gradient_that_is_not_finite_changes_nothing(request: pytest.FixtureRequest, name: str, value: float) -> None:
+    problem = Problem("gpt2", shapes=((8, 12), (7, 9), (5, 16)))
+    clean = run(request, 2, problem=replace(problem, shapes=problem.shapes[:1]), changes={})
+    # The last of the batches is the poisoned one, so what is left must be the state after the first update.
+    poisoned = run(request, 2, problem=replace(problem, shapes=problem.shapes[:2]), changes={}, poison=(1, name, value))
+    for before, after in zip(clean, poisoned, strict=True):
+        assert after["skipped"] == [False, True]
+        for key in ("parameters", "moments"):
+            assert before[key].keys() == after[key].keys()
+            assert all(torch.equal(before[key][n], after[key][n]) for n in before[key]), f"{key} have changed"
+
+
+def test_training_goes_on_after_a_skipped_update(request: pytest.FixtureRequest) -> None:
+    problem = Problem("llama", shapes=((8, 12), (8, 12), (5, 16)))
+    results = run(request, 2, problem=problem, changes={}, poison=(0, "model.norm.weight", float("nan")))
+    assert [result["skipped"] for result in results] == [[True, False, False]] * 2
+    assert all(torch.isfinite(value).all() for result in results for value in result["parameters"].values())
+    local = train(problem, LOCAL, poison=(0, "model.norm.weight", float("nan")))
+    for result in results:
+        assert result["losses"] == pytest.approx(local["losses"], abs=TOLERANCE)
+
+
+def test_a_stop_request_of_one_rank_reaches_all(request: pytest.FixtureRequest) -> None:
+    for result in run(request, 2, problem=Problem("llama"), changes={}, stop_rank=1):
+        assert result["stops"] == [False, True, False]
+
+
+def test_dropout_is_a_function_of_the_seed_and_differs_between_stages(request: pytest.FixtureRequest) -> None:
+    changes = (("resid_pdrop", 0.5), ("embd_pdrop", 0.5), ("attn_pdrop", 0.0))
+    problem = Problem("gpt2", shapes=((8, 12),), model_changes=changes)
+    first, second = (run(request, 2, "tests.multiproc.training_cases:dropout_masks", problem=problem, changes={}) for _ in range(2))
+    for before, after in zip(first, second, strict=True):
+        assert before["losses"] == after["losses"]
+        assert all(torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items())
+    # The embedding's mask comes first on stage 0; the blocks' have the same shapes on both.
+    masks = [result["masks"] for result in first]
+    assert len(masks[0]) > len(masks[1]) > 4
+    assert not any(torch.equal(left, right) for left in masks[0] for right in masks[1])
+    assert first[0]["losses"] != plain_loop(replace(problem, model_changes=()))["losses"]
