@@ -23,6 +23,6 @@ step "the plan: what lies where (configs/demo.yaml)"
 "$PY" -m mpfinetune plan configs/demo.yaml "$@"
 step "training, split over two processes"
 start=$SECONDS
-launch/two_gpus.sh configs/demo.yaml "$@"
+"$PY" -m mpfinetune train configs/demo.yaml "$@"
 step "the exported model lies in $run_dir/export ($((SECONDS - start)) s of training); plain transformers loads it:"
 "$PY" scripts/demo_predict.py --model "$run_dir/export"

@@ -127,7 +127,7 @@ def _run(config_path: Path, overrides: list[str] | None, body: Callable[[RunConf
         raise typer.Exit(launched.exit_code) from None
     except UserError as error:
         _tell(error, rank)
-        raise typer.Exit(EXIT_USER_ERROR) from None
+        _end_process(EXIT_USER_ERROR)
     except Exception as error:
         from mpfinetune.training.loop import NotFinite, Stopped
 
@@ -140,11 +140,19 @@ def _run(config_path: Path, overrides: list[str] | None, body: Callable[[RunConf
         else:
             print(f"mpfinetune: rank {rank} failed; this is a defect of mpfinetune or of a library below it", file=sys.stderr)
             traceback.print_exception(error)
-        # Without the interpreter's usual end: a rank that failed must not wait in a destructor for the others.
+        _end_process(EXIT_FAILURE)
+    raise typer.Exit(EXIT_DONE)
+
+
+def _end_process(exit_code: int) -> None:
+    """A rank that failed must not wait in a destructor for the others, so it ends without the interpreter's usual tidying."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_FAILURE)
-    raise typer.Exit(EXIT_DONE)
+        os._exit(exit_code)
+    raise typer.Exit(exit_code)
 
 
 def _tell(error: UserError, rank: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -193,10 +194,14 @@ class Trainer:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes allocated on the card so far, or the process's resident bytes on the CPU."""
+    """Most bytes allocated on the card so far; on the CPU the most bytes that the process had resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def progress_summary(loader: UpdateLoader, total_updates: int) -> str:

@@ -130,8 +130,7 @@ def _trainer(run: PreparedRun, context: DistContext, reporter: Reporter, trackin
 @contextmanager
 def _processes(run: PreparedRun) -> Iterator[DistContext]:
     context = init_distributed(run.config, run.planned.plan.pipeline_ranks)
-    try:
-        yield context
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield context
+    # Not after an error: taking the group down can wait for ranks that are stuck; the command line ends the process instead.
+    if dist.is_initialized():
+        dist.destroy_process_group()
