@@ -16,7 +16,7 @@ from mpfinetune.errors import ConfigError, ModelError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -86,7 +86,7 @@ def load_hf_config(model: ModelConfig, num_labels: int | None) -> PretrainedConf
     return config
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerFast:
     """The tokenizer of ``model.tokenizer`` or ``model.path``.
 
     Raises:
@@ -97,7 +97,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     source = model.tokenizer or model.path
     try:
         folder = resolve_model_folder(ModelConfig(path=source), weights=False)
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        return tokenizer
     except (ModelError, ValueError, OSError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.tokenizer: no tokenizer can be loaded from '{source}': {error}. Give its folder or hub id in model.tokenizer."
@@ -114,7 +115,8 @@ def auto_class(task: ModelTask) -> Any:
 def construct_model(config: PretrainedConfig, task: ModelTask, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the module tree without drawing a weight; tied parameters are one object.
 
-    Where the parameters live is the caller's choice: under ``FakeTensorMode`` they are fake, under ``parameters_on_meta`` meta.
+    Where the parameters live is the caller's choice: under ``FakeTensorMode`` they are fake, under ``parameters_on_meta`` meta (there each
+    name is registered anew, so that tied ones become one object only when ``load_stage`` has filled them).
 
     Raises:
         ModelError: transformers has no model of this architecture for the task, or not with this attention kernel.

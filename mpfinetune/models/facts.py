@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -203,9 +204,10 @@ def _max_positions(model: Any) -> int | None:
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not limit:
         return None
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == limit and m.padding_idx is not None]
+    padding_rows = [m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == limit]
     is_vocabulary = limit == getattr(config, "vocab_size", None)
-    return int(limit) - (tables[0].padding_idx + 1 if tables and not is_vocabulary else 0)
+    unusable = 0 if is_vocabulary else max((row + 1 for row in padding_rows if row is not None), default=0)
+    return int(limit) - unusable
 
 
 def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -220,7 +222,7 @@ def _find_chain(model_type: str, model: nn.Module, calls: list[_Call]) -> str:
     sequences: dict[str, list[int]] = {}
     for call in calls:
         sequences.setdefault(call.list_name, []).append(call.index)
-    chains = [name for name, indices in sequences.items() if indices == list(range(len(_child(model, name))))]
+    chains = [name for name, indices in sequences.items() if indices == list(range(len(list(_child(model, name).children()))))]
     chains = [name for name in chains if not any(name.startswith(f"{other}.") for other in sequences if other != name)]
     if chains:
         return max(chains, key=lambda name: sum(p.numel() for p in _child(model, name).parameters()))
@@ -242,7 +244,7 @@ def _block_call(model_type: str, calls: list[_Call]) -> BlockCall:
         length = len(calls[0].output) if isinstance(calls[0].output, tuple) else None
         return BlockCall(slot, length)
     conventions = set()
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in pairwise(calls):
         outputs = before.output if isinstance(before.output, tuple) else (before.output,)
         matches = [
             BlockCall(slot, len(outputs) if isinstance(before.output, tuple) else None, index)
@@ -277,7 +279,8 @@ def _side_inputs(model_type: str, calls: list[_Call], hidden: list[Tensor], bloc
     """
     found: set[int] = set()
     for call, own_hidden in zip(calls, hidden, strict=True):
-        extras = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad and leaf is not own_hidden]
+        leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        extras = [leaf for leaf in leaves if leaf.requires_grad and leaf is not own_hidden]
         reached = _reachable_parameters(extras)
         from_blocks = [block_parameters[identity] for identity in reached if identity in block_parameters]
         if from_blocks:

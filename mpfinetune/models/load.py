@@ -73,7 +73,7 @@ def load_stage(stage: StageModule, facts: ModelFacts, folder: Path | None, devic
     if folder is not None:
         missing = _read_own_tensors(model, facts, folder, device)
     _move_buffers(model, device)
-    drawn = sorted(missing)
+    drawn = sorted(missing - _tied_aliases(model, facts))
     _draw_parameters(model, set(drawn), device, seed)
     _tie(model, facts)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -95,13 +95,14 @@ def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, d
             # pread, not mmap: pages of a mapped file would count as this rank's memory beside the parameters themselves.
             handle = safe_open(file, framework="pt", device="cpu", backend="pread")
             handles.append(handle)
-            slices.update({name: handle.get_slice(name) for name in handle.keys()})
-        load_config = LoadStateDictConfig(
-            device_map={"": device}, dtype=next(model.parameters()).dtype, weight_mapping=get_model_conversion_mapping(model)
-        )
+            slices.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a dict)
+        conversions: Any = get_model_conversion_mapping(model)
+        load_config = LoadStateDictConfig(device_map={"": device}, dtype=next(model.parameters()).dtype, weight_mapping=conversions)
         wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        aliases = _tied_aliases(model, facts)
+        read = {name: part for name, part in _with_tied_copies(model, facts, slices).items() if name not in aliases}
         with _one_tensor_at_a_time():
-            info, _ = convert_and_load_state_dict_in_model(model, _with_tied_copies(model, facts, slices), load_config)
+            info, _ = convert_and_load_state_dict_in_model(model, read, load_config)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"model.path: a weight file in '{folder}' cannot be read: {error}") from error
     if info.mismatched_keys or info.conversion_errors or info.error_msgs:
@@ -112,15 +113,24 @@ def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, d
 
 def _with_tied_copies(model: PreTrainedModel, facts: ModelFacts, slices: dict[str, Any]) -> dict[str, Any]:
     """A stage may hold a tied parameter under a name that the files leave out; give it the tensor stored under the other name."""
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     prefix = f"{model.base_model_prefix}."
     copies = {}
-    for names in facts.tied_names:
+    for held, names in zip(_held_tied_names(model, facts), facts.tied_names, strict=True):
         stored = next((key for name in names for key in (name, name.removeprefix(prefix)) if key in slices), None)
-        for name in names:
-            if name in own and stored is not None and name not in slices and name.removeprefix(prefix) not in slices:
-                copies[name] = slices[stored]
+        if held and stored is not None and held[0] not in slices and held[0].removeprefix(prefix) not in slices:
+            copies[held[0]] = slices[stored]
     return {**slices, **copies}
+
+
+def _held_tied_names(model: nn.Module, facts: ModelFacts) -> list[list[str]]:
+    """Of each group of tied names, those that this stage has."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [[name for name in names if name in own] for names in facts.tied_names]
+
+
+def _tied_aliases(model: nn.Module, facts: ModelFacts) -> set[str]:
+    """Further names of a parameter that the stage holds already; filled by ``_tie``, never read or drawn: that would be a second copy."""
+    return {name for held in _held_tied_names(model, facts) for name in held[1:]}
 
 
 @contextmanager
@@ -180,9 +190,7 @@ def stream_seed(*parts: object) -> int:
 
 def _tie(model: nn.Module, facts: ModelFacts) -> None:
     """Tied names that meet on one stage are one parameter again."""
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for names in facts.tied_names:
-        held = [name for name in names if name in own]
+    for held in _held_tied_names(model, facts):
         for name in held[1:]:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, model.get_parameter(held[0]))

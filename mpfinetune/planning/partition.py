@@ -65,7 +65,7 @@ def smallest_maximum(costs: Sequence[float], num_parts: int) -> list[int]:
     """Cut a sequence into non-empty consecutive parts so that the largest sum of a part is as small as possible.
 
     Exact, by dynamic programming over (parts, items) in O(parts * items^2). Among equally good splits the first parts are the largest.
-    (fairscale's ``blockpartition.solve`` is a bound, not an optimum: for [3, 1, 1, 5] in two parts it may return a maximum of 7.)
+    (fairscale's ``blockpartition.solve`` is a bound, not an optimum: it cuts [3, 1, 1, 5] into [3, 1] and [1, 5], where [3, 1, 1] and [5] is best.)
 
     Returns:
         The number of items of each part.

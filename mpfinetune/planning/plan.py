@@ -13,7 +13,7 @@ from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.partition import effective_rule, partition
-from mpfinetune.planning.schedule import min_microbatches, microbatch_multiple, stages_of_rank
+from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
 
 _BYTES = {"fp32": 4, "bf16": 2}
 

@@ -92,7 +92,7 @@ class PipelineStrategy(Strategy):
         padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
         rows = padded.tensors["input_ids"].shape[0] // self.context.replicas
         own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
-        tensors = {name: tensor.to(self.context.device, non_blocking=True) for name, tensor in own.tensors.items()}
+        tensors: dict[str, Any] = {name: tensor.to(self.context.device, non_blocking=True) for name, tensor in own.tensors.items()}
         for module in self._modules.values():
             module.target_count = batch.target_count
         schedule = self._schedule(train, rows // self.plan.micro_size, tensors["input_ids"].shape[1])

@@ -8,8 +8,10 @@ folder is written under another name and renamed when every rank is done, so a k
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,33 +57,52 @@ def save_checkpoint(folder: Path, state: RunState, tensors: RankTensors, context
     """
     final = folder / f"{_PREFIX}{state.step:08d}"
     unfinished = folder / f"{final.name}{_UNFINISHED}"
-    if context.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    context.barrier()
-    problem = None
-    try:
+    suffix = f"{context.pipeline_rank:05d}-of-{context.pipeline_ranks:05d}.safetensors"
+
+    def write_own_part() -> None:
         if context.replica == 0:
-            suffix = f"{context.pipeline_rank:05d}-of-{context.pipeline_ranks:05d}.safetensors"
             _write_tensors(unfinished / f"weights-{suffix}", tensors.weights)
             _write_tensors(unfinished / f"optimizer-{suffix}", tensors.states)
-    except Exception as error:  # safetensors raises its own kinds; whatever it is, no rank may wait for this one
-        problem = f"rank {context.rank}: {error}"
-    problems = [text for text in context.gather_objects(problem) if text]
-    if context.rank == 0:
+
+    problems: list[str] = []
+    for write in (
+        lambda: _make_anew(unfinished) if context.rank == 0 else None,
+        write_own_part,
+        lambda: _finish(unfinished, final, state) if context.rank == 0 else None,
+    ):
+        problems = _on_all_ranks(write, context)
         if problems:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        else:
-            _finish(unfinished, final, state)
-    context.barrier()
+            break
     if problems:
+        if context.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        context.barrier()
         needed = sum(t.numel() * t.element_size() for group in (tensors.weights, tensors.states) for t in group.values())
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(_nearest_folder(folder)).free
         raise CheckpointError(
             f"run_dir: the checkpoint of step {state.step} could not be written to {folder} ({'; '.join(problems)}); this rank's part needs "
-            f"{needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free. Older checkpoints are untouched."
+            f"{needed:,} bytes ({needed / 2**20:.0f} MiB), {free / 2**20:.0f} MiB are free. Older checkpoints are untouched."
         )
     return final
+
+
+def _on_all_ranks(write: Callable[[], None], context: DistContext) -> list[str]:
+    """Run ``write`` on each rank and tell every rank what went wrong on any: no rank may wait for one that has failed."""
+    problem = None
+    try:
+        write()
+    except Exception as error:  # safetensors raises its own kinds
+        problem = f"rank {context.rank}: {error}"
+    return [text for text in context.gather_objects(problem) if text]
+
+
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _nearest_folder(folder: Path) -> Path:
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -131,6 +152,8 @@ def what_is_missing(checkpoint: Path) -> str | None:
         RunState(**content["state"])
     except FileNotFoundError:
         return f"{STATE_FILE} is missing"
+    except OSError as error:
+        return f"{STATE_FILE} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError) as error:
         return f"{STATE_FILE} is broken: {error}"
     for name, size in sizes.items():
@@ -159,7 +182,7 @@ def find_checkpoint(folder: Path, resume: str) -> tuple[Path | None, list[str]]:
         if problem:
             raise CheckpointError(f"checkpoint.resume: '{resume}' is no complete checkpoint: {problem}")
         return Path(resume), []
-    skipped = []
+    skipped: list[str] = []
     for checkpoint in reversed(list_checkpoints(folder)):
         problem = what_is_missing(checkpoint)
         if problem is None:
@@ -175,15 +198,30 @@ def find_checkpoint(folder: Path, resume: str) -> tuple[Path | None, list[str]]:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint with the highest score."""
-    scored = [(read_state(path).score, path) for path in list_checkpoints(folder) if what_is_missing(path) is None]
-    return max(((score, path) for score, path in scored if score is not None), default=(0.0, None), key=lambda pair: pair[0])[1]
+    return _best(complete_checkpoints(folder))
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` and the best; also what a killed run left unfinished."""
-    checkpoints = list_checkpoints(folder)
-    kept = {*checkpoints[-keep:], best_checkpoint(folder)}
-    for path in [*(path for path in checkpoints if path not in kept), *folder.glob(f"{_PREFIX}*{_UNFINISHED}")]:
+def _best(complete: list[Path]) -> Path | None:
+    scored = [(read_state(path).score, path) for path in complete]
+    # A NaN compares with nothing: once in front it would stay the best for ever.
+    comparable = [(score, path) for score, path in scored if score is not None and not math.isnan(score)]
+    return max(comparable, default=(0.0, None), key=lambda pair: pair[0])[1]
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return [path for path in list_checkpoints(folder) if what_is_missing(path) is None]
+
+
+def prune(folder: Path, keep: int, newest: Path) -> None:
+    """Delete all but the best and the last ``keep`` complete ones up to ``newest``, which has just been saved.
+
+    What lies beyond it is of a continuation that was given up (the run went on from an older checkpoint) and must not be taken for the
+    newest; what is not complete, of a run that was killed.
+    """
+    complete = [path for path in complete_checkpoints(folder) if path.name <= newest.name]
+    kept = {*complete[-keep:], _best(complete)}
+    for path in [*(path for path in list_checkpoints(folder) if path not in kept), *folder.glob(f"{_PREFIX}*{_UNFINISHED}")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -223,7 +261,7 @@ def read_tensors(checkpoint: Path, kind: str, wanted: set[str] | None = None) ->
     for path in sorted(checkpoint.glob(f"{kind}-*.safetensors")):
         try:
             with safe_open(path, framework="pt", device="cpu", backend="pread") as file:
-                for key in file.keys():
+                for key in file.keys():  # noqa: SIM118 (not a dict)
                     name = key.rpartition("/")[0] if kind == "optimizer" else key
                     if wanted is None or name in wanted:
                         found[key] = file.get_tensor(key)
@@ -233,14 +271,23 @@ def read_tensors(checkpoint: Path, kind: str, wanted: set[str] | None = None) ->
 
 
 @torch.no_grad()
-def restore(checkpoint: Path, names: set[str]) -> RankTensors:
-    """What a rank that holds the parameters ``names`` needs of a checkpoint, whatever layout wrote it.
+def restore(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> RankTensors:
+    """What a rank that holds the parameters ``shapes`` (by name) needs of a checkpoint, whatever layout wrote it.
 
     Raises:
-        CheckpointError: a parameter is not in it.
+        CheckpointError: a parameter is not in it, or has another shape there.
     """
-    weights = read_tensors(checkpoint, "weights", names)
-    missing = sorted(names - set(weights))
+    weights = read_tensors(checkpoint, "weights", set(shapes))
+    missing = sorted(set(shapes) - set(weights))
     if missing:
         raise CheckpointError(f"checkpoint.resume: {checkpoint} does not hold {', '.join(missing[:5])}; it belongs to another model")
-    return RankTensors(weights, read_tensors(checkpoint, "optimizer", names))
+    # copy_ would broadcast a head of one label to one of two without a word.
+    differing = [
+        f"{name} is {list(weights[name].shape)} there and {list(shape)} here" for name, shape in shapes.items() if tuple(weights[name].shape) != shape
+    ]
+    if differing:
+        raise CheckpointError(
+            f"checkpoint.resume: {checkpoint} belongs to another model: {'; '.join(differing[:5])}. Put model.path, model.num_labels and "
+            "model.overrides back, take another run_dir, or set checkpoint.resume: never to start anew."
+        )
+    return RankTensors(weights, read_tensors(checkpoint, "optimizer", set(shapes)))

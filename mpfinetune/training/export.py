@@ -37,7 +37,9 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     written = _write_weights(model, checkpoint, TORCH_DTYPES[config.precision], unfinished)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    facts = planned.facts
+    # By the facts, not by the empty model: on the meta device tied weights are two parameters.
+    expected = {name: facts.parameters[name].shape for name in map(facts.canonical_name, facts.parameters)}
     problems = [name for name in expected if written.get(name) != expected[name]] + [name for name in written if name not in expected]
     if problems:
         shutil.rmtree(unfinished)
@@ -51,7 +53,7 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(output, ignore_errors=True)
     unfinished.rename(output)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return facts.numel(facts.parameters)
 
 
 def _write_weights(model: PreTrainedModel, checkpoint: Path, dtype: torch.dtype, folder: Path) -> dict[str, tuple[int, ...]]:

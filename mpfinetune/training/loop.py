@@ -23,9 +23,9 @@ from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.training.checkpoint import RankTensors, RunState, check_identity, prune, read_state, restore, save_checkpoint
 from mpfinetune.training.evaluate import evaluate
+from mpfinetune.training.learning_rate import learning_rate
 from mpfinetune.training.optim import NamedOptimizer
 from mpfinetune.training.prepare import PreparedRun
-from mpfinetune.training.learning_rate import learning_rate
 
 
 class Stopped(Exception):
@@ -105,7 +105,7 @@ class Trainer:
         )
         saved = save_checkpoint(self.checkpoints, self.state, tensors, self.strategy.context)
         if self.strategy.context.rank == 0:
-            prune(self.checkpoints, self.config.checkpoint.keep)
+            prune(self.checkpoints, self.config.checkpoint.keep, saved)
         self.reporter.say(f"saved {saved}")
 
     def resume(self, checkpoint: Path) -> None:
@@ -127,7 +127,7 @@ class Trainer:
     def load_weights(self, checkpoint: Path) -> None:
         """Weights and optimizer state of a checkpoint, for this rank's parameters."""
         parameters = self.strategy.named_parameters()
-        tensors = restore(checkpoint, set(parameters))
+        tensors = restore(checkpoint, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors.weights[name])
@@ -228,5 +228,5 @@ def _stop_signals() -> Iterator[list[int]]:
     try:
         yield noted
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for noted_signal, handler in previous.items():
+            signal.signal(noted_signal, handler)

@@ -19,7 +19,7 @@ from mpfinetune.models.load import weight_files
 from mpfinetune.planning.plan import Plan, World, make_plan
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 Say = Callable[[str], None]
 
@@ -41,7 +41,7 @@ class PreparedRun:
 
     planned: PlannedRun
     folder: Path | None  # of the weights; None: they are drawn
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     data: LoadedData
     pad_token_id: int
 
@@ -69,7 +69,8 @@ class PreparedRun:
         """Updates of the whole run; a part of an epoch is rounded up to whole updates."""
         if self.config.train.max_steps is not None:
             return self.config.train.max_steps
-        return math.ceil(self.config.train.epochs * self.train_loader().updates_per_epoch)
+        # Rounded first: 1.1 epochs of 10 updates are 11.000000000000002 in floating point, and 11 updates.
+        return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
 def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
