@@ -36,10 +36,11 @@ __all__ = [
 T = TypeVar("T")
 
 ModelTask = Literal["sequence_classification", "causal_lm"]
-Strategy = Literal["auto", "local", "pipeline"]
+Strategy = Literal["auto", "local", "pipeline", "zero"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
 PartitionRule = Literal["manual", "uniform", "parameters"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OptimizerName = Literal["adamw", "sgd", "adamw_8bit", "paged_adamw_8bit"]
 GlueTask = Literal["mrpc", "sst2", "cola", "rte", "stsb"]
 
 
@@ -123,12 +124,40 @@ class BatchConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: Literal["adamw", "sgd"] = option("adamw", "torch.optim.AdamW or torch.optim.SGD.")
+    name: OptimizerName = option(
+        "adamw", "torch's AdamW or SGD, or bitsandbytes' AdamW with 8-bit states (a quarter of the optimizer's bytes), paged to the host or not."
+    )
     lr: float = option(2e-5, "Peak learning rate, after the warm-up.")
     weight_decay: float = option(0.01, "Decoupled decay for adamw, L2 for sgd; never on biases and norm weights.")
     betas: list[float] = option([0.9, 0.999], "AdamW's decay rates of the first and second moment.")
     eps: float = option(1e-8, "AdamW's denominator term.")
     momentum: float = option(0.0, "SGD's momentum.")
+    stable_embedding: bool = option(
+        True, "With 8-bit states: embeddings keep 32-bit states, as bitsandbytes advises (their gradients are the most uneven)."
+    )
+
+
+@dataclass
+class OffloadConfig:
+    optimizer: Literal["none", "cpu", "nvme"] = option(
+        "none", "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam."
+    )
+    parameters: Literal["none", "cpu", "nvme"] = option("none", "Where the weights live between uses. Only with strategy: zero and zero.stage: 3.")
+    nvme_path: str | None = option(None, "Folder on a fast local disk, for nvme.")
+
+
+@dataclass
+class ZeroConfig:
+    stage: Literal[1, 2, 3] = option(2, "What is split over the cards: 1 optimizer states, 2 also gradients, 3 also parameters.")
+
+
+@dataclass
+class AdapterConfig:
+    type: Literal["none", "lora", "rslora", "dora"] = option("none", "Train small matrices beside frozen weights (peft) instead of the weights.")
+    rank: int = option(16, "Inner size of an adapter.")
+    alpha: int = option(32, "The adapter's output is scaled by alpha / rank (rslora: alpha / sqrt(rank)).")
+    dropout: float = option(0.0, "Dropout before the adapter. In [0, 1).")
+    targets: Any = option("all-linear", "`all-linear` (every linear layer of the blocks) or a list of module names or endings, like [q_proj, v_proj].")
 
 
 @dataclass
@@ -149,6 +178,9 @@ class TrainConfig:
 class EvalConfig:
     every_steps: int | None = option(None, "Evaluate every N updates, besides the end. Null: only at the end.")
     at_start: bool = option(True, "Evaluate once before the first update, so that the gain is seen.")
+    full_precision_every: int | None = option(
+        None, "Every N evaluations, score once more in fp32: what rounding costs is seen. Only for half-precision or quantised runs."
+    )
 
 
 @dataclass
@@ -180,13 +212,31 @@ class RunConfig:
         None, "Stages that one process holds: 1 for gpipe and 1f1b, 2 for zbv, 2 or more (default 2) for the interleaved schedules."
     )
     batch: BatchConfig = section(BatchConfig, "Rows per update and per forward pass.")
-    precision: Precision = option("fp32", "Type of weights and activations. bf16 keeps fp32 master weights and accumulates gradients in fp32.")
+    precision: Precision = option(
+        "fp32",
+        "Type of weights and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32; fp16 scales the loss.",
+    )
     optimizer: OptimizerConfig = section(OptimizerConfig, "How the weights move.")
+    offload: OffloadConfig = section(OffloadConfig, "What lives outside the card between uses.")
+    recompute: Any = option(
+        "none", "Activation checkpointing: none, full, offload (block inputs on the CPU), every_2, or a list of blocks like [0, 2-5]."
+    )
+    zero: ZeroConfig = section(ZeroConfig, "For strategy: zero.")
+    deepspeed: dict[str, Any] = option({}, "Expert keys of DeepSpeed's own JSON, passed through; refused where they contradict this config.")
+    quantize: Literal["none", "nf4", "int8"] = option(
+        "none", "Hold the blocks' linear weights in 4 or 8 bits (bitsandbytes), frozen; needs an adapter to train."
+    )
+    adapter: AdapterConfig = section(AdapterConfig, "LoRA and its kin.")
+    trainable: list[str] = option([], "Only these learn: names, modules, globs like *.bias, embed, head, last_2_blocks. Empty: all.")
+    frozen: list[str] = option([], "These do not learn; the same forms as trainable.")
     train: TrainConfig = section(TrainConfig, "How long, how fast, from which seed.")
     eval: EvalConfig = section(EvalConfig, "When the held-out rows are scored.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "When the state is saved and whether a run goes on.")
     dist: DistConfig = section(DistConfig, "The processes' meeting point and patience.")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "`auto`: CUDA cards (with NCCL) where there are any, else the CPU (with gloo).")
+    fallback: Literal["auto", "never"] = option(
+        "auto", "`auto`: a run planned for several cards that finds one goes on there with strategy zero and offload, with the same numbers."
+    )
     devices: int | None = option(None, "Use only the first N visible devices. On the CPU: how many to pretend. Null: all visible ones.")
     run_dir: str = option(MISSING, "Folder of the run: resolved config, plan, metrics, checkpoints, TensorBoard files, exported model. Required.")
 

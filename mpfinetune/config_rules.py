@@ -7,6 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
 # Schedules that place several stages on one rank; the others have exactly one.
 LOOPED_SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+
+
+ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", "zbv")
+_RECOMPUTE_EVERY = re.compile(r"every_[1-9]\d*")
+_BLOCK_RANGE = re.compile(r"\d+(\s*-\s*\d+)?")
+
+
+def is_recompute_policy(policy: Any) -> bool:
+    """Whether a value has one of the forms of ``recompute``, whatever the model."""
+    if isinstance(policy, str):
+        return policy in ("none", "full", "offload") or _RECOMPUTE_EVERY.fullmatch(policy) is not None
+    return isinstance(policy, list) and all(not isinstance(item, bool) and _BLOCK_RANGE.fullmatch(str(item)) for item in policy)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,82 @@ RULES: tuple[Rule, ...] = (
     Rule("batch.global_size", lambda c: c.batch.global_size >= 1, "at least 1 row"),
     Rule("batch.micro_size", lambda c: c.batch.micro_size >= 1, "at least 1 row"),
     Rule("batch.micro_size", lambda c: c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size, "at most batch.global_size"),
+    Rule("recompute", lambda c: is_recompute_policy(c.recompute), "none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])"),
+    Rule(
+        "recompute",
+        lambda c: not (c.recompute == "offload" and c.schedule in ZERO_BUBBLE_SCHEDULES and c.strategy in ("auto", "pipeline")),
+        "none, full, every_N or a list of blocks with a zero-bubble schedule, whose split backward cannot run through fairscale's wrapper; "
+        "or take schedule: 1f1b",
+    ),
+    Rule(
+        "offload.optimizer",
+        lambda c: c.offload.optimizer == "none" or c.strategy in ("pipeline", "zero"),
+        "none for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
+    ),
+    Rule(
+        "offload.optimizer",
+        lambda c: c.offload.optimizer == "none" or c.optimizer.name == "adamw",
+        "none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs on the host",
+    ),
+    Rule(
+        "offload.optimizer",
+        lambda c: c.offload.optimizer != "nvme" or (c.strategy == "zero" and c.offload.nvme_path is not None),
+        "cpu, or nvme with strategy: zero and offload.nvme_path",
+    ),
+    Rule(
+        "offload.parameters",
+        lambda c: c.offload.parameters == "none" or (c.strategy == "zero" and c.zero.stage == 3),
+        "none, unless strategy is zero and zero.stage is 3: only stage 3 gathers parameters when they are used",
+    ),
+    Rule(
+        "offload.parameters",
+        lambda c: c.offload.parameters != "nvme" or c.offload.nvme_path is not None,
+        "cpu, or nvme together with offload.nvme_path",
+    ),
+    Rule(
+        "zero.stage",
+        lambda c: c.zero.stage == 2 or c.strategy == "zero",
+        "left out unless strategy is zero; strategy: pipeline with offload.optimizer: cpu is ZeRO-1 within each stage (stage 2 gives wrong "
+        "gradients there, stage 3 hangs)",
+    ),
+    Rule(
+        "deepspeed",
+        lambda c: not c.deepspeed or c.strategy == "zero" or c.offload.optimizer != "none",
+        "empty where no DeepSpeed engine runs (strategy: zero, or offload.optimizer: cpu)",
+    ),
+    Rule(
+        "optimizer.name",
+        lambda c: c.strategy != "zero" or c.optimizer.name == "adamw",
+        "adamw for strategy: zero; take strategy: pipeline or local for sgd and the 8-bit optimizers",
+    ),
+    Rule(
+        "quantize",
+        lambda c: c.quantize == "none" or c.adapter.type != "none",
+        "none without an adapter: quantised weights have no gradient; set adapter.type: lora",
+    ),
+    Rule(
+        "quantize",
+        lambda c: c.quantize == "none" or c.strategy != "zero",
+        "none for strategy: zero, which cannot partition packed weights; take strategy: pipeline or local",
+    ),
+    Rule("adapter.rank", lambda c: c.adapter.rank >= 1, "at least 1"),
+    Rule("adapter.alpha", lambda c: c.adapter.alpha >= 1, "at least 1"),
+    Rule("adapter.dropout", lambda c: 0 <= c.adapter.dropout < 1, "in [0, 1)"),
+    Rule(
+        "adapter.targets",
+        lambda c: c.adapter.targets == "all-linear" or (isinstance(c.adapter.targets, list) and bool(c.adapter.targets)),
+        "all-linear, or a list of module names or endings",
+    ),
+    Rule(
+        "eval.full_precision_every",
+        lambda c: c.eval.full_precision_every is None or c.eval.full_precision_every >= 1,
+        "at least 1, or null",
+    ),
+    Rule(
+        "eval.full_precision_every",
+        lambda c: c.eval.full_precision_every is None or c.precision != "fp32" or c.quantize != "none",
+        "null for precision: fp32 without quantize: it is at full precision already",
+    ),
     Rule("optimizer.lr", lambda c: c.optimizer.lr > 0, "greater than 0"),
     Rule("optimizer.weight_decay", lambda c: c.optimizer.weight_decay >= 0, "0 or more"),
     Rule("optimizer.betas", lambda c: len(c.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.optimizer.betas), "two numbers in [0, 1)"),

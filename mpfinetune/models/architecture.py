@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_model_folder(model: ModelConfig, weights: bool) -> Path:

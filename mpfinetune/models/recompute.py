@@ -22,15 +22,6 @@ from mpfinetune.models.stage import StageModule
 
 _EVERY = re.compile(r"every_(\d+)")
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
-ALLOWED = "none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])"
-
-
-def is_policy(policy: Any) -> bool:
-    """Whether a value of the config has one of the allowed forms, whatever the model."""
-    if isinstance(policy, str):
-        matched = _EVERY.fullmatch(policy)
-        return policy in ("none", "full", "offload") or (matched is not None and int(matched[1]) >= 1)
-    return isinstance(policy, list) and all(not isinstance(item, bool) and _RANGE.fullmatch(str(item)) for item in policy)
 
 
 def recomputed_blocks(policy: Any, num_blocks: int) -> frozenset[int]:

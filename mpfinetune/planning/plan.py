@@ -11,11 +11,13 @@ from typing import Any
 from mpfinetune.config import LOOPED_SCHEDULES, RunConfig
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
+from mpfinetune.models.trainable import trainable_names
 from mpfinetune.planning.partition import effective_rule, partition
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
 
-_BYTES = {"fp32": 4, "bf16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -196,17 +198,23 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
     stages = stages_of_rank(config.schedule, rank, ranks, stages_per_rank) if len(spans) > 1 else [0]
     names = [name for stage in stages for name in spans[stage].parameter_names(facts)]
     parameters = facts.numel(names)
-    states = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    masters = 0 if config.precision == "fp32" else 1
+    learning = facts.numel({facts.canonical_name(name) for name in names} & trainable_names(facts, config.trainable, config.frozen))
+    recomputed_blocks(config.recompute, facts.num_blocks)  # a block that the model does not have is said now, not on the ranks
     return RankPlan(
         rank=rank,
         stages=tuple(stages),
         holds="; ".join(describe_span(spans[stage]) for stage in stages),
         parameters=parameters,
         weight_bytes=parameters * _BYTES[config.precision],
-        gradient_bytes=parameters * 4,  # accumulated in fp32, whatever the weights' type
-        optimizer_bytes=parameters * 4 * (states + masters),
+        gradient_bytes=learning * 4,  # accumulated in fp32, whatever the weights' type
+        optimizer_bytes=learning * _optimizer_bytes_per_parameter(config),
     )
+
+
+def _optimizer_bytes_per_parameter(config: RunConfig) -> int:
+    """States and, for narrow weights, the fp32 master."""
+    states = {"adamw": 8, "sgd": 4 if config.optimizer.momentum else 0, "adamw_8bit": 2, "paged_adamw_8bit": 2}[config.optimizer.name]
+    return states + (0 if config.precision == "fp32" else 4)
 
 
 def describe_span(span: StageSpan) -> str:

@@ -7,11 +7,10 @@ tensors live. A new strategy is one module here and one row in ``build.STRATEGIE
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,19 +22,12 @@ from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan
 from mpfinetune.planning.schedule import stages_of_rank
+from mpfinetune.strategies.update import Update, zero_gradient
 
 # (logits [rows, T, V] or [rows, C], labels [rows, T] or [rows]) -> sum of the loss over the valid targets, a scalar in fp32.
 LossSum = Callable[[Tensor, Tensor], Tensor]
 # Called with each microbatch's (logits, labels) where the logits are.
 Observer = Callable[[Tensor, Tensor], None]
-
-
-class Optimizer(Protocol):
-    """The update rule over the named parameters of this rank."""
-
-    def step(self, lr: float, gradient_factor: float) -> None: ...
-    def zero_grad(self) -> None: ...
-    def state_tensors(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -65,8 +57,7 @@ class Strategy(ABC):
         self.context = context
         self.stages = stages
         self.loss_sum = loss_sum
-        self.optimizer: Optimizer | None = None
-        self.clip_norm: float | None = None
+        self.update: Update | None = None
         self._tie_local_stages()
         self.shared = shared_parameters(plan, facts)
         self._shared_groups = self._make_shared_groups()
@@ -75,8 +66,8 @@ class Strategy(ABC):
     # --- what a strategy defines ---
 
     @abstractmethod
-    def _forward_backward(self, batch: GlobalBatch) -> Tensor:
-        """Accumulate gradients of the mean loss; returns this rank's part of that mean, a scalar."""
+    def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
+        """Accumulate gradients of the mean loss times ``loss_scale``; returns this rank's part of the mean itself, a scalar."""
 
     @abstractmethod
     def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
@@ -104,20 +95,13 @@ class Strategy(ABC):
 
     def train_step(self, batch: GlobalBatch, lr: float, stop_requested: bool = False) -> StepOutcome:
         """One optimizer update over a whole global batch; collective over all ranks."""
-        assert self.optimizer is not None, "set the optimizer before the first step"
+        assert self.update is not None, "set the update before the first step"
         for stage in self.stages.values():
             stage.train()
-        loss = self._forward_backward(batch)
-        self._reduce_gradients()
-        squares = self._own_gradient_squares() / self.context.replicas
-        totals = self.context.sum_over_world(torch.stack([loss.double().to(squares.device), squares, squares.new_tensor(float(stop_requested))]))
-        mean_loss, square_sum, stops = totals.tolist()
-        norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        skipped = not math.isfinite(norm)
-        if not skipped:
-            factor = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
-            self.optimizer.step(lr, factor)
-        self.optimizer.zero_grad()
+        loss = self._forward_backward(batch, self.update.loss_scale)
+        norm, skipped = self.update.apply(lr)
+        loss = loss.double()
+        mean_loss, stops = self.context.sum_over_world(torch.stack([loss, loss.new_tensor(float(stop_requested))])).tolist()
         return StepOutcome(mean_loss, norm, skipped, stops > 0)
 
     @torch.no_grad()
@@ -127,25 +111,15 @@ class Strategy(ABC):
             stage.eval()
         self._forward(batch, observe)
 
-    def _reduce_gradients(self) -> None:
-        """Sum over the copies of shared parameters, then over the replicas."""
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of shared parameters over their copies, so that every copy has the whole."""
         parameters = self.named_parameters()
         for names, group in self._shared_groups:
-            held = [parameters[name] for name in names]
+            held = [parameters[name] for name in names if parameters[name].requires_grad]
             for parameter in held:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+                    parameter.grad = zero_gradient(parameter)
             all_reduce_buckets([parameter.grad for parameter in held if parameter.grad is not None], group)
-        if self.context.replicas > 1:
-            all_reduce_buckets([p.grad for p in parameters.values() if p.grad is not None], self.context.replica_group)
-
-    def _own_gradient_squares(self) -> Tensor:
-        """Sum of squares over the parameters of which this rank is the first holder, in fp64."""
-        parameters, own = self.named_parameters(), self.first_held_names()
-        gradients = [p.grad for name, p in parameters.items() if name in own and p.grad is not None]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.context.device)
-        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
 
     def _tie_local_stages(self) -> None:
         """A shared parameter whose holders are stages of this rank (V-shaped schedules) is one parameter, without any exchange."""

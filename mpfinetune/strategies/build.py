@@ -12,7 +12,9 @@ from mpfinetune.dist import DistContext
 from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.load import load_stage
+from mpfinetune.models.recompute import apply_recompute
 from mpfinetune.models.stage import StageModule, StageSpan
+from mpfinetune.models.trainable import freeze, trainable_names
 from mpfinetune.planning.plan import Plan
 from mpfinetune.planning.schedule import stages_of_rank
 from mpfinetune.strategies.base import LossSum, Strategy
@@ -56,4 +58,6 @@ def build_stage(
         model = construct_model(hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
     stage = StageModule(model, facts, span)
     drawn = load_stage(stage, facts, folder, device, config.train.seed)
+    freeze(stage.model, facts, trainable_names(facts, config.trainable, config.frozen))
+    apply_recompute(stage, facts, config.recompute)
     return stage, drawn

@@ -12,11 +12,11 @@ from mpfinetune.strategies.base import Observer, Strategy
 class LocalStrategy(Strategy):
     """Microbatch after microbatch on one device."""
 
-    def _forward_backward(self, batch: GlobalBatch) -> Tensor:
+    def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
         total = torch.zeros((), device=self.context.device)
         for inputs, labels in self._microbatches(batch):
             loss = self.loss_sum(self.stages[0](**inputs), labels) / max(1, batch.target_count)
-            loss.backward()
+            (loss * loss_scale).backward()
             total += loss.detach()
         return total
 

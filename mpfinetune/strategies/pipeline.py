@@ -50,7 +50,7 @@ class _StageWithLoss(nn.Module):
         super().__init__()
         self.stage = stage
         self.loss_sum = loss_sum
-        self.target_count = 1
+        self.loss_factor = 1.0
         self.observe: Observer | None = None
 
     def forward(self, *hidden: Tensor, labels: Tensor, **batch: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _StageWithLoss(nn.Module):
         if self.observe is not None:
             self.observe(output, labels)
             return output.new_zeros(1)
-        return self.loss_sum(output, labels).reshape(1) / max(1, self.target_count)
+        return self.loss_sum(output, labels).reshape(1) * self.loss_factor
 
 
 class PipelineStrategy(Strategy):
@@ -72,12 +72,14 @@ class PipelineStrategy(Strategy):
         self._schedules: OrderedDict[tuple[bool, int, int, int], _PipelineScheduleRuntime] = OrderedDict()
         self._hidden_dtype = next(p.dtype for stage in stages.values() for p in stage.parameters())
 
-    def _forward_backward(self, batch: GlobalBatch) -> Tensor:
+    def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
         losses: list[Tensor] = []
+        for module in self._modules.values():
+            module.loss_factor = loss_scale / max(1, batch.target_count)
         self._run(batch, train=True, losses=losses)
         if not self.has_logits:
             return torch.zeros((), device=self.context.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return torch.stack([loss.detach() for loss in losses]).sum() / loss_scale
 
     def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
         for module in self._modules.values():
@@ -93,8 +95,6 @@ class PipelineStrategy(Strategy):
         rows = padded.tensors["input_ids"].shape[0] // self.context.replicas
         own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
         tensors: dict[str, Any] = {name: tensor.to(self.context.device, non_blocking=True) for name, tensor in own.tensors.items()}
-        for module in self._modules.values():
-            module.target_count = batch.target_count
         schedule = self._schedule(train, rows // self.plan.micro_size, tensors["input_ids"].shape[1])
         # The runtime wants a target for its loss function; ours is already in the last stage's output.
         unused_target = torch.zeros(rows, device=self.context.device) if train and self.has_logits else None

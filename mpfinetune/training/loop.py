@@ -21,6 +21,7 @@ from mpfinetune.models.load import stream_seed
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
+from mpfinetune.strategies.update import LossScale, PlainUpdate
 from mpfinetune.training.checkpoint import RankTensors, RunState, check_identity, prune, read_state, restore, save_checkpoint
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.learning_rate import learning_rate
@@ -50,8 +51,9 @@ class Trainer:
         self.total_updates = run.total_updates()
         self.checkpoints = Path(self.config.run_dir) / "checkpoints"
         self.state = RunState(identity=self._identity())
-        self.optimizer = NamedOptimizer(strategy.named_parameters(), self.config.optimizer)
-        strategy.optimizer, strategy.clip_norm = self.optimizer, self.config.train.clip_norm
+        optimizer = NamedOptimizer(strategy.named_parameters(), self.config.optimizer)
+        self.update = PlainUpdate(strategy, optimizer, self.config.train.clip_norm, LossScale.for_precision(self.config.precision))
+        strategy.update = self.update
         self.skipped_in_a_row = 0
 
     def fit(self) -> None:
@@ -97,8 +99,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the present state; collective."""
         own = self.strategy.first_held_names()
-        weights = {name: p.detach() for name, p in self.strategy.named_parameters().items()} | self.optimizer.weight_tensors()
-        states = self.optimizer.state_tensors()
+        weights = {name: p.detach() for name, p in self.strategy.named_parameters().items()} | self.update.weight_tensors()
+        states = self.update.state_tensors()
         tensors = RankTensors(
             {name: tensor for name, tensor in weights.items() if name in own},
             {key: tensor for key, tensor in states.items() if key.rpartition("/")[0] in own},
@@ -131,7 +133,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors.weights[name])
-        self.optimizer.load(tensors.weights, tensors.states)
+        self.update.load(tensors.weights, tensors.states)
 
     def _updates(self) -> Iterator[tuple[int, int, GlobalBatch]]:
         """(epoch, index in the epoch, batch) from the present position to the end of the run."""

@@ -1,0 +1,131 @@
+"""From accumulated gradients to new weights, without an engine: sum over copies and replicas, one norm, clip, one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mpfinetune.dist import all_reduce_buckets
+
+if TYPE_CHECKING:
+    from mpfinetune.strategies.base import Strategy
+
+
+class Optimizer(Protocol):
+    """The update rule over the named parameters of this rank."""
+
+    def step(self, lr: float, gradient_factor: float) -> None: ...
+    def zero_grad(self) -> None: ...
+    def weight_tensors(self) -> dict[str, Tensor]: ...
+    def state_tensors(self) -> dict[str, Tensor]: ...
+    def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
+
+
+class Update(Protocol):
+    """What a strategy calls after the backward passes; DeepSpeed's engines have one of their own."""
+
+    @property
+    def loss_scale(self) -> float: ...
+    def apply(self, lr: float) -> tuple[float, bool]: ...
+    def weight_tensors(self) -> dict[str, Tensor]: ...
+    def state_tensors(self) -> dict[str, Tensor]: ...
+    def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16: halved after an overflow, doubled after 2000 updates without one (torch.amp.GradScaler's rule).
+
+    Gradients below fp16's smallest number would vanish; scaled up they do not. All ranks see the same norm, so the scale stays equal.
+    """
+
+    value: float = 1.0
+    updates_since_change: int = 0
+    dynamic: bool = False
+    growth_interval: int = 2000
+    minimum: float = 1.0
+
+    @classmethod
+    def for_precision(cls, precision: str) -> LossScale:
+        return cls(value=2.0**16, dynamic=True) if precision == "fp16" else cls()
+
+    def note(self, overflow: bool) -> None:
+        """Adapt after an update."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value, self.updates_since_change = max(self.minimum, self.value / 2), 0
+        elif self.updates_since_change + 1 >= self.growth_interval:
+            self.value, self.updates_since_change = self.value * 2, 0
+        else:
+            self.updates_since_change += 1
+
+    @property
+    def exhausted(self) -> bool:
+        """An overflow at this scale is not a matter of the scale."""
+        return not self.dynamic or self.value <= self.minimum
+
+
+class PlainUpdate:
+    """The update with torch's collectives and a ``NamedOptimizer``."""
+
+    def __init__(self, strategy: Strategy, optimizer: Optimizer, clip_norm: float | None, scale: LossScale | None = None) -> None:
+        self.strategy = strategy
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.scale = scale or LossScale()
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale.value
+
+    def apply(self, lr: float) -> tuple[float, bool]:
+        """One update; collective over all ranks.
+
+        Returns:
+            The norm of the unscaled gradients over all parameters, and whether it was not finite, in which case nothing was changed.
+        """
+        self._reduce_gradients()
+        context = self.strategy.context
+        squares = context.sum_over_world(self._own_gradient_squares() / context.replicas)
+        norm = math.sqrt(float(squares)) / self.scale.value if float(squares) >= 0 else math.nan
+        overflow = not math.isfinite(norm)
+        if not overflow:
+            clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+            self.optimizer.step(lr, clip / self.scale.value)
+        self.optimizer.zero_grad()
+        self.scale.note(overflow)
+        return norm, overflow
+
+    def weight_tensors(self) -> dict[str, Tensor]:
+        return self.optimizer.weight_tensors()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return self.optimizer.state_tensors()
+
+    def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
+        self.optimizer.load(weights, states)
+
+    def _reduce_gradients(self) -> None:
+        """Sum over the copies of shared parameters, then over the replicas."""
+        self.strategy.sum_shared_gradients()
+        if self.strategy.context.replicas > 1:
+            parameters = self.strategy.named_parameters().values()
+            all_reduce_buckets([p.grad for p in parameters if p.grad is not None], self.strategy.context.replica_group)
+
+    def _own_gradient_squares(self) -> Tensor:
+        """Sum of squares over the parameters of which this rank is the first holder, in fp64."""
+        parameters, own = self.strategy.named_parameters(), self.strategy.first_held_names()
+        gradients = [p.grad for name, p in parameters.items() if name in own and p.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self.strategy.context.device)
+        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+
+
+def zero_gradient(parameter: nn.Parameter) -> Tensor:
+    """Zeros of the type that the parameter's gradients accumulate in."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
