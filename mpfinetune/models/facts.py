@@ -8,7 +8,7 @@ reaches blocks by another way than the hidden states (mpnet's relative attention
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Part = Literal["prologue", "block", "epilogue", "every_stage"]
 _ROWS, _TOKENS = 2, 8
+ADAPTER_NAME = "default"  # peft's own; part of the live names of adapter parameters
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,14 @@ class ParameterFacts:
         for size in self.shape:
             count *= size
         return count
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """A linear layer inside a block; ``transposed`` where its weight is [in, out] (gpt2's Conv1D)."""
+    in_features: int
+    out_features: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,36 @@ class ModelFacts:
     module_names: frozenset[str] = field(repr=False)
     max_positions: int | None = None  # tokens; None where nothing limits a row's length (alibi)
     refusal: str | None = None  # why the model cannot be cut into stages; it can still be trained whole
+    linears: dict[str, LinearFacts] = field(default_factory=dict, repr=False)  # those of the blocks, by module name
+    embeddings: frozenset[str] = frozenset()  # canonical names of the embedding tables
+    task: ModelTask = "causal_lm"
+    adapted: frozenset[str] = frozenset()  # the linear layers that carry an adapter; its parameters are in ``parameters``
 
     def block_name(self, index: int) -> str:
         return f"{self.blocks_path}.{index}"
 
     def canonical_name(self, name: str) -> str:
-        """The first name of a tied parameter; any other name is its own."""
+        """The name under which the run knows a parameter of a live module.
+
+        The first name of a tied parameter. Where peft has wrapped a layer, the base weight keeps its Hugging Face name
+        (``x.base_layer.weight`` is ``x.weight``) and the adapter's have peft's file names (``x.lora_A.default.weight`` is
+        ``x.lora_A.weight``). This is the one place that knows; any other name is its own.
+        """
+        if self.adapted and name not in self.parameters:
+            name = name.replace(".base_layer.", ".").replace(f".{ADAPTER_NAME}.", ".")
         return next((names[0] for names in self.tied_names if name in names), name)
+
+    @property
+    def classification_head(self) -> frozenset[str]:
+        """The parameters of a classifier that stand outside the base model; of a language model, none."""
+        base = self.blocks_path.partition(".")[0]
+        outside = {name for name, facts in self.parameters.items() if facts.part == "epilogue" and name.partition(".")[0] != base}
+        return frozenset(outside if self.task == "sequence_classification" else ())
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """The parameters of the adapters (``adapters.facts_with_adapters`` adds them)."""
+        return frozenset(name for name in self.parameters if ".lora_" in name and name.rpartition(".lora_")[0] in self.adapted)
 
     def numel(self, names: Iterable[str]) -> int:
         """Number of elements behind the names, tied ones counted once."""
@@ -118,9 +150,10 @@ def inspect_model(config: PretrainedConfig, task: ModelTask, attention: str = "a
         except Exception as error:
             raise ModelError(f"the model ({config.model_type}) cannot be run with fake tensors: {type(error).__name__}: {error}") from error
         try:
-            return _facts_from_run(config.model_type, model, recorder)
+            facts = _facts_from_run(config.model_type, model, recorder)
         except ModelError as error:
-            return _unsplit_facts(config.model_type, model, str(error))
+            facts = _unsplit_facts(config.model_type, model, str(error))
+        return replace(facts, task=task)
 
 
 class _Recorder:
@@ -189,13 +222,32 @@ def _facts_from_run(model_type: str, model: nn.Module, recorder: _Recorder) -> M
         epilogue_modules=epilogue,
         module_names=frozenset(name for name, _ in model.named_modules() if name),
         max_positions=_max_positions(model),
+        linears=_block_linears(model, blocks_path),
+        embeddings=_embeddings(model),
     )
 
 
 def _unsplit_facts(model_type: str, model: nn.Module, refusal: str) -> ModelFacts:
     parameters = {name: ParameterFacts(tuple(p.shape), "prologue") for name, p in model.named_parameters(remove_duplicate=False)}
     names = frozenset(name for name, _ in model.named_modules() if name)
-    return ModelFacts(model_type, "", 0, 0, BlockCall(0, None), parameters, _tied_names(model), (), (), names, _max_positions(model), refusal)
+    limit, tables = _max_positions(model), _embeddings(model)
+    return ModelFacts(model_type, "", 0, 0, BlockCall(0, None), parameters, _tied_names(model), (), (), names, limit, refusal, {}, tables)
+
+
+def _block_linears(model: nn.Module, blocks_path: str) -> dict[str, LinearFacts]:
+    """Plain linear layers only: a subclass may compute something else in its forward, and stacked experts are no layers."""
+    found = {}
+    for name, module in model.named_modules():
+        transposed = type(module).__name__ == "Conv1D"
+        if name.startswith(f"{blocks_path}.") and (transposed or type(module) is nn.Linear):
+            rows, columns = module.get_parameter("weight").shape
+            found[name] = LinearFacts(rows, columns, True) if transposed else LinearFacts(columns, rows)
+    return found
+
+
+def _embeddings(model: nn.Module) -> frozenset[str]:
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in tables)
 
 
 def _max_positions(model: Any) -> int | None:

@@ -1,0 +1,161 @@
+"""Adapters: LoRA, rsLoRA and DoRA by peft, injected into the linear layers of a stage's own blocks.
+
+The base keeps its Hugging Face names (``ModelFacts.canonical_name`` takes peft's wrapper out of them), so checkpoints, plans and splits
+address adapters as they do any other parameter, and the files written are peft's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpfinetune.config import AdapterConfig
+from mpfinetune.errors import ConfigError, did_you_mean
+from mpfinetune.models.facts import ADAPTER_NAME, ModelFacts, ParameterFacts
+from mpfinetune.models.load import stream_seed
+from mpfinetune.models.stage import StageModule
+
+ALL_LINEAR = "all-linear"
+_FILE_PREFIX = "base_model.model."
+_TASK_TYPES = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}
+
+
+def target_layers(facts: ModelFacts, adapter: AdapterConfig) -> tuple[str, ...]:
+    """The linear layers that get an adapter, by the names or endings of ``adapter.targets``.
+
+    Raises:
+        ConfigError: one that matches nothing, with the names that exist; a model without blocks.
+    """
+    if facts.refusal or not facts.linears:
+        raise ConfigError(
+            f"adapter.type: '{adapter.type}' given, but the model ({facts.model_type}) has no linear layers in a chain of blocks to put adapters on"
+            + (f": {facts.refusal}" if facts.refusal else "")
+        )
+    if adapter.targets == ALL_LINEAR:
+        return tuple(facts.linears)
+    problems, chosen = [], set()
+    for target in map(str, adapter.targets):
+        matched = {name for name in facts.linears if name == target or name.endswith(f".{target}")}
+        if not matched:
+            endings = _endings(facts)
+            last_parts = [ending.rpartition(".")[2] for ending in endings]
+            problems.append(
+                f"adapter.targets: '{target}' is no linear layer of the blocks{did_you_mean(target, [*last_parts, *endings])}; "
+                f"this model ({facts.model_type}) has {', '.join(endings)}"
+            )
+        chosen |= matched
+    if problems:
+        raise ConfigError(problems)
+    return tuple(name for name in facts.linears if name in chosen)
+
+
+def _endings(facts: ModelFacts) -> list[str]:
+    """The layers' names inside their block, each once."""
+    return list(dict.fromkeys(name[len(facts.blocks_path) + 1 :].partition(".")[2] for name in facts.linears))
+
+
+def facts_with_adapters(facts: ModelFacts, adapter: AdapterConfig) -> ModelFacts:
+    """The facts of the model as it is trained: with the adapters' parameters, by peft's names for its files.
+
+    Raises:
+        ConfigError: see ``target_layers``.
+    """
+    if adapter.type == "none":
+        return facts
+    layers = target_layers(facts, adapter)
+    added: dict[str, ParameterFacts] = {}
+    for name in layers:
+        linear, block = facts.linears[name], facts.parameters[f"{name}.weight"].block
+        added[f"{name}.lora_A.weight"] = ParameterFacts((adapter.rank, linear.in_features), "block", block)
+        added[f"{name}.lora_B.weight"] = ParameterFacts((linear.out_features, adapter.rank), "block", block)
+        if adapter.type == "dora":
+            added[f"{name}.lora_magnitude_vector.weight"] = ParameterFacts((linear.out_features,), "block", block)
+    return dataclasses.replace(facts, parameters={**facts.parameters, **added}, adapted=frozenset(layers))
+
+
+def add_adapters(stage: StageModule, facts: ModelFacts, adapter: AdapterConfig, seed: int) -> None:
+    """Put the adapters on a stage whose weights are filled in (DoRA measures them); a stage without a target stays as it is.
+
+    The adapters are in fp32 whatever the base's type, so that small updates are not rounded away. Each is drawn from a random stream
+    of its own, whatever the split.
+    """
+    own = sorted(name for name in facts.adapted if _is_own(stage, facts, name))
+    if not own:
+        return
+    import peft
+
+    peft.inject_adapter_in_model(_lora_config(facts, adapter, own), stage.model)
+    for name in own:
+        layer: Any = stage.model.get_submodule(name)
+        for part in layer.adapter_layer_names:
+            for parameter in getattr(layer, part).parameters():
+                parameter.data = parameter.data.float()
+        weight = layer.lora_A[ADAPTER_NAME].weight
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, name, "lora_A"))
+            # peft's own initialisation, drawn on the CPU: the generators of the devices differ.
+            drawn = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=math.sqrt(5))
+        with torch.no_grad():
+            weight.copy_(drawn)
+
+
+def _block(facts: ModelFacts, name: str) -> int:
+    block = facts.parameters[f"{name}.weight"].block
+    assert block is not None
+    return block
+
+
+def _is_own(stage: StageModule, facts: ModelFacts, name: str) -> bool:
+    return stage.span.start <= _block(facts, name) < stage.span.stop
+
+
+def _lora_config(facts: ModelFacts, adapter: AdapterConfig, layers: list[str], **more: Any) -> Any:
+    import peft
+
+    return peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=layers,
+        use_rslora=adapter.type == "rslora",
+        use_dora=adapter.type == "dora",
+        fan_in_fan_out=any(facts.linears[name].transposed for name in layers),
+        **more,
+    )
+
+
+def merge_adapters(stage: StageModule, facts: ModelFacts) -> None:
+    """Add the adapters to the weights they stand on and take them away; for a base that is not quantised."""
+    assert not getattr(stage.model, "is_loaded_in_4bit", False) and not getattr(stage.model, "is_loaded_in_8bit", False)
+    for name in facts.adapted:
+        if _is_own(stage, facts, name):
+            layer: Any = stage.model.get_submodule(name)
+            layer.merge()
+            stage.model.set_submodule(name, layer.get_base_layer())
+
+
+def write_adapter_files(
+    folder: Path, facts: ModelFacts, adapter: AdapterConfig, base: str, weights: dict[str, Tensor], modules: Iterable[str]
+) -> None:
+    """adapter_config.json and adapter_model.safetensors, as ``peft.PeftModel.from_pretrained`` reads them.
+
+    Args:
+        base: folder or hub id of the base model.
+        weights: by canonical name: the adapters' parameters, and those of the ``modules`` that learned whole.
+    """
+    from safetensors.torch import save_file
+
+    config = _lora_config(
+        facts, adapter, sorted(facts.adapted), task_type=_TASK_TYPES[facts.task], base_model_name_or_path=base, modules_to_save=sorted(modules) or None
+    )
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    # peft drops the last part of DoRA's magnitude in files.
+    stored = {_FILE_PREFIX + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector"): t.contiguous() for name, t in weights.items()}
+    save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
