@@ -15,8 +15,10 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType, _PipelineScheduleRuntime
 
+from mpfinetune.config_rules import ZERO_BUBBLE_SCHEDULES
 from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
 from mpfinetune.dist import DistContext
+from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan
@@ -70,7 +72,18 @@ class PipelineStrategy(Strategy):
         super().__init__(plan, facts, context, stages, loss_sum)
         self._modules = {index: _StageWithLoss(stage, loss_sum) for index, stage in stages.items()}
         self._schedules: OrderedDict[tuple[bool, int, int, int], _PipelineScheduleRuntime] = OrderedDict()
-        self._hidden_dtype = next(p.dtype for stage in stages.values() for p in stage.parameters())
+        # Not that of some parameter: quantised ones are bytes, adapters are always fp32.
+        self._carries_gradient = self._find_carriers()
+        self._hidden_dtype = TORCH_DTYPES[plan.precision]
+
+    def _find_carriers(self) -> list[bool]:
+        """Whether the hidden states that enter each stage lead back to something that learns; else no gradient is computed or sent."""
+        if self.plan.schedule in ZERO_BUBBLE_SCHEDULES:
+            # torch's split backward finds the weights to differentiate from the stage's input: without a gradient there, none learns.
+            return [True] * (self.plan.num_stages + 1)
+        own = {index: any(p.requires_grad for p in stage.parameters()) for index, stage in self.stages.items()}
+        learns = {index: flag for found in self.context.gather_objects(own) for index, flag in found.items()}
+        return [any(learns[before] for before in range(index)) for index in range(self.plan.num_stages + 1)]
 
     def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
         losses: list[Tensor] = []
@@ -114,7 +127,9 @@ class PipelineStrategy(Strategy):
         return self._schedules[key]
 
     def _build_schedule(self, train: bool, microbatches: int, rows: int, tokens: int) -> _PipelineScheduleRuntime:
-        hidden = torch.empty(rows, tokens, self.facts.hidden_size, dtype=self._hidden_dtype, device="meta", requires_grad=train)
+        shape = (rows, tokens, self.facts.hidden_size)
+        # Entering each stage, the last one leaving. Both sides of a boundary must agree, or one waits for a gradient for ever.
+        hidden = [torch.empty(shape, dtype=self._hidden_dtype, device="meta", requires_grad=train and carries) for carries in self._carries_gradient]
         loss = torch.empty(1, dtype=torch.float32 if train else self._hidden_dtype, device="meta", requires_grad=train)
         stages = [
             PipelineStage(
@@ -123,8 +138,8 @@ class PipelineStrategy(Strategy):
                 self.plan.num_stages,
                 self.context.device,
                 # Static shapes: torch's trial run to find them costs a step and breaks under other engines.
-                input_args=() if index == 0 else (hidden,),
-                output_args=loss if index == self.plan.num_stages - 1 else hidden,
+                input_args=() if index == 0 else (hidden[index],),
+                output_args=loss if index == self.plan.num_stages - 1 else hidden[index + 1],
                 group=self.context.pipeline_group,
             )
             for index, module in self._modules.items()
