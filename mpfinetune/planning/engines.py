@@ -1,0 +1,83 @@
+"""Which DeepSpeed engine a plan uses, if any: what ZeRO splits and where optimizer and weights live; and what one card does for two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mpfinetune.config import RunConfig
+from mpfinetune.errors import ConfigError, LaunchError
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.planning.fallback import fall_back, one_card_only
+from mpfinetune.planning.tensor_bytes import learning_names
+
+if TYPE_CHECKING:
+    from mpfinetune.planning.plan import RankPlan, World
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The strategy with its engine; ``zero_stage`` 0 is none. ``notes`` are said when the plan is shown."""
+
+    strategy: str
+    zero_stage: int = 0
+    offload_optimizer: str = "none"
+    offload_parameters: str = "none"
+    notes: tuple[str, ...] = ()
+
+
+def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int) -> EngineChoice:
+    """From the strategy that is wished for, meant for ``cards`` cards, to what is done here.
+
+    Raises:
+        ConfigError: the engine cannot do what the config asks for.
+        LaunchError: more processes on this host than cards, or one card where ``fallback: never`` wants two.
+    """
+    one_card = one_card_only(world.device_type, world.visible_devices, config.devices)
+    here = world.processes_per_host if world.processes_per_host is not None else world.world_size
+    if one_card and here is not None and here > 1:
+        raise LaunchError(
+            f"{here} processes were started on this host, but one card is visible (CUDA_VISIBLE_DEVICES, devices). Make {here} visible, or start "
+            "one process, which goes on with strategy zero: torchrun --nproc_per_node 1 -m mpfinetune train CONFIG"
+        )
+    if strategy == "pipeline" and cards > 1 and one_card and world.world_size in (None, 1):
+        learning = facts.numel(learning_names(config, facts))
+        found = fall_back(config, cards, facts.numel(facts.parameters), learning, world.device_type, world.device_bytes)
+        choice = EngineChoice(found.strategy, found.zero_stage, found.offload_optimizer, found.offload_parameters, (found.note,))
+    elif strategy == "zero":
+        choice = EngineChoice("zero", config.zero.stage, config.offload.optimizer, config.offload.parameters)
+    elif strategy == "pipeline" and config.offload.optimizer != "none":
+        choice = EngineChoice("pipeline", 1, config.offload.optimizer)
+    else:
+        choice = EngineChoice(strategy)
+    _check(choice, config, world)
+    return choice
+
+
+def _check(choice: EngineChoice, config: RunConfig, world: World) -> None:
+    if choice.zero_stage and config.precision == "fp16" and world.device_type == "cpu":
+        raise ConfigError(
+            "precision: fp16 given, but DeepSpeed refuses fp16 on the CPU (strategy: zero, offload.optimizer); set precision: bf16 or fp32, "
+            "or run on a CUDA card"
+        )
+    if choice.offload_optimizer == "nvme" and (world.world_size or world.visible_devices) > 1:
+        raise ConfigError(
+            "offload.optimizer: nvme given with more than one process, where DeepSpeed 0.19 computes wrong numbers without an error (right with "
+            "one); set offload.optimizer: cpu, or devices: 1"
+        )
+    if choice.zero_stage == 3 and config.adapter.type != "none":
+        raise ConfigError(
+            "zero.stage: 3 given with an adapter: the adapter's matrices are made beside whole weights; set zero.stage: 2, or strategy: pipeline"
+        )
+
+
+def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
+    """A rank's row with what ZeRO splits over the replicas, and with what is offloaded moved to ``host_bytes`` (disk counted as host)."""
+    share = {stage: replicas if choice.zero_stage >= stage else 1 for stage in (1, 2, 3)}
+    weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], row.optimizer_bytes // share[1]
+    host = 0
+    if choice.offload_optimizer != "none":
+        host, optimizer = host + optimizer, 0
+    if choice.offload_parameters != "none":
+        host, weights = host + weights, 0
+    return replace(row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host)

@@ -1,0 +1,269 @@
+"""An update by a DeepSpeed ZeRO engine: masters and optimizer states sharded over the replicas, on the host where asked.
+
+Two ways in. In the pipeline (``gradients_in_place``) torch's runtime runs the passes and the engine sees nothing but the gradients they have
+left in ``.grad``: it is ZeRO-1 over this rank's parameters, all replicas of the rank its data-parallel group, all ranks of the
+pipeline its model-parallel group, over which it takes the norm and agrees on overflow. Under strategy zero the engine itself runs
+forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpfinetune.config import OptimizerConfig, RunConfig
+from mpfinetune.dist import DistContext, choose_backend
+from mpfinetune.models.trainable import decays
+from mpfinetune.planning.plan import Plan
+from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.strategies.update import zero_gradient
+
+if TYPE_CHECKING:
+    from mpfinetune.strategies.base import Strategy
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ProcessMap:
+    """What DeepSpeed calls an mpu: the groups of this rank. It asks for all of these methods."""
+
+    def __init__(self, context: DistContext) -> None:
+        self.model_ranks = [context.global_rank(rank, context.replica) for rank in range(context.pipeline_ranks)]
+        self.data_ranks = [context.global_rank(context.pipeline_rank, replica) for replica in range(context.replicas)]
+        self.rank, self.context = context.rank, context
+        # A group of one rank is needed where there is nothing to share; new_group is collective, so every rank makes all of them.
+        singles = [dist.new_group([rank], timeout=context.timeout) for rank in range(context.world_size)]
+        own = singles[context.rank]
+        self.model_group = context.pipeline_group if context.pipeline_ranks > 1 else own
+        self.data_group = context.replica_group if context.replicas > 1 else own
+
+    def get_model_parallel_rank(self) -> int:
+        return self.context.pipeline_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return len(self.model_ranks)
+
+    def get_model_parallel_group(self) -> Any:
+        return self.model_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.context.replica
+
+    def get_data_parallel_world_size(self) -> int:
+        return len(self.data_ranks)
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.data_ranks
+
+
+def join_deepspeed(context: DistContext) -> Any:
+    """Import deepspeed and let it use torch's process group, which is made here for a process that stands alone; returns the module."""
+    if context.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it takes a card that the run was told to leave alone
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not dist.is_initialized():
+        dist.init_process_group(choose_backend(context.device.type), store=dist.HashStore(), rank=0, world_size=1, timeout=context.timeout)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On the CPU it would be compiled here, by all ranks at once, for an all-reduce that only inference uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=context.timeout)
+    return deepspeed
+
+
+class DeepSpeedUpdate:
+    """``Update`` by an engine. Collective over all ranks when it is made."""
+
+    def __init__(self, strategy: Strategy, config: RunConfig) -> None:
+        self.strategy = strategy
+        self.plan: Plan = strategy.plan
+        self.in_place = self.plan.strategy == "pipeline"
+        deepspeed = join_deepspeed(strategy.context)
+        self._parameters = strategy.named_parameters()
+        self._learning = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        own = strategy.first_held_names()
+        for name, parameter in self._learning.items():
+            parameter.model_parallel = True  # type: ignore[attr-defined]  # else only pipeline rank 0's count in the norm
+            parameter.ds_pipe_replicated = name not in own  # type: ignore[attr-defined]  # a copy of another rank's: counted there
+            if self.in_place and parameter.dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+        groups, placeholders = self._groups(config.optimizer)
+        self._placeholders = placeholders
+        # In the pipeline not the stages: the engine would hang hooks on them, and cast what does not learn.
+        module = nn.ParameterList([*self._learning.values(), *placeholders]) if self.in_place else strategy.stages[0]
+        precision = "fp32" if self.in_place and all(p.dtype == torch.float32 for p in module.parameters()) else self.plan.precision
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_optimizer(groups, config.optimizer, self.plan.offload_optimizer),
+            mpu=strategy.process_map if hasattr(strategy, "process_map") else ProcessMap(strategy.context),
+            config=engine_config(config, self.plan, precision),
+            dist_init_required=False,
+        )
+        self.zero: Any = self.engine.optimizer
+        if self.in_place:
+            # They would count backward passes and move gradients away under the pipeline's runtime.
+            for hook in self.zero._grad_acc_hooks:
+                hook.remove()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the strategy multiplies the loss with; under strategy zero the engine does it in its backward."""
+        return float(self.zero.loss_scale) if self.in_place else 1.0
+
+    def apply(self, lr: float) -> tuple[float, bool]:
+        """One update; collective over all ranks.
+
+        Returns:
+            The norm of the gradients over all parameters, and whether it was not finite, in which case nothing was changed.
+        """
+        for group in self.zero.param_groups:
+            group["lr"] = lr
+        if self.in_place:
+            self._hand_over_gradients()
+        self.engine.step()
+        skipped = not self.engine.was_step_applied()
+        norm = math.inf if skipped else float(self.engine.get_global_grad_norm())
+        return norm, skipped
+
+    def weight_tensors(self) -> dict[str, Tensor]:
+        """Every weight of this rank, whole and in full precision, on the CPU of the first replica; the others help to gather them."""
+        return {name: tensor for name, tensor in self._stream(None)}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """``name/state`` to tensor, as ``NamedOptimizer`` gives it; empty before the first update."""
+        step = self._step_count()
+        if step == 0:
+            return {}
+        self._link_states()
+        found = {f"{name}/{key}": tensor for key in _MOMENTS for name, tensor in self._stream(key)}
+        if self.strategy.context.replica == 0:
+            found |= {f"{name}/step": torch.tensor(float(step)) for name in self._learning}
+        return found
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
+        """Put back what ``weight_tensors`` and ``state_tensors`` gave, for the names in ``weights``; collective over the replicas."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        steps = [float(value) for key, value in states.items() if key.endswith("/step")]
+        if steps:
+            self._make_states(max(steps))
+        for name, parameter in self._learning.items():
+            if name not in weights:
+                continue
+            safe_set_full_fp32_param(parameter, weights[name].float())
+            for key in _MOMENTS:
+                if f"{name}/{key}" in states:
+                    safe_set_full_optimizer_state(parameter, states[f"{name}/{key}"].float(), key)
+
+    def _groups(self, settings: OptimizerConfig) -> tuple[list[dict[str, Any]], list[nn.Parameter]]:
+        """Parameter groups with and without decay.
+
+        The engine takes the norm group by group, each with collectives over the pipeline, so every rank must have both groups: one that
+        would be empty gets a placeholder, which is not counted and does not move.
+        """
+        groups, placeholders = [], []
+        for decayed in (True, False):
+            members = [p for name, p in self._learning.items() if decays_whole(name, p) is decayed]
+            if not members and self.in_place:
+                members = [nn.Parameter(torch.zeros(2, dtype=self._dtype(), device=self.strategy.context.device))]
+                members[0].ds_pipe_replicated = True  # type: ignore[attr-defined]
+                placeholders += members
+            if members:
+                groups.append({"params": members, "weight_decay": settings.weight_decay if decayed else 0.0})
+        return groups, placeholders
+
+    def _dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self._learning.values()), torch.float32)
+
+    def _hand_over_gradients(self) -> None:
+        """From ``.grad`` to where the engine looks at the boundary; what got no gradient has zeros, or it would reuse its last norm."""
+        parameters = [*self._learning.values(), *self._placeholders]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = zero_gradient(parameter)
+        self.strategy.sum_shared_gradients()
+        self.zero.setup_buckets()
+        if self.zero.use_grad_accum_attribute:
+            for parameter in parameters:
+                parameter.grad_accum, parameter.grad = parameter.grad, None  # type: ignore[attr-defined]
+
+    def _stream(self, key: str | None) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor on the CPU) of weights (None) or of a moment, gathered one by one; on other replicas than the first nothing."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for name, parameter in self._learning.items():
+            whole = safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
+            assert whole is not None and whole.numel() > 0, f"{name} could not be gathered"
+            if self.strategy.context.replica == 0:
+                yield name, whole.detach().to("cpu", copy=True).reshape(whole_shape(parameter))
+        if key is None:
+            for name, parameter in self._parameters.items():
+                if not parameter.requires_grad:
+                    with gathered(parameter):
+                        if self.strategy.context.replica == 0:
+                            yield name, parameter.detach().to("cpu", copy=True)
+
+    def _flat_parameters(self) -> list[Tensor]:
+        """The engine's flat fp32 partitions, which torch's optimizer updates."""
+        if hasattr(self.zero, "fp32_partitioned_groups_flat"):
+            return list(self.zero.fp32_partitioned_groups_flat)
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def _step_count(self) -> int:
+        states = [self.zero.optimizer.state.get(flat, {}) for flat in self._flat_parameters()]
+        return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+    def _make_states(self, step: float) -> None:
+        """States at a step count, as the optimizer's first step would make them."""
+        as_tensor = isinstance(self.zero.optimizer, torch.optim.AdamW)
+        for flat in self._flat_parameters():
+            state = self.zero.optimizer.state[flat]
+            for key in _MOMENTS:
+                state.setdefault(key, torch.zeros_like(flat, dtype=torch.float32))
+            state["step"] = torch.tensor(step) if as_tensor else int(step)
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """The engine links parameters to their states once, after the step of its first group, when the second has none yet: do it again."""
+        if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+
+def _optimizer(groups: list[dict[str, Any]], settings: OptimizerConfig, offload: str) -> torch.optim.Optimizer:
+    common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), "eps": settings.eps}
+    if offload == "none":
+        return torch.optim.AdamW(groups, **common)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
+    return optimizer
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Of a parameter that may be partitioned, whose own shape is then (0,)."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def decays_whole(name: str, parameter: Tensor) -> bool:
+    """``decays`` for a parameter that may be partitioned."""
+    return decays(name, torch.empty(whole_shape(parameter), device="meta"))
+
+
+def gathered(parameter: nn.Parameter, writes: bool = False) -> Any:
+    """A context in which a partitioned parameter is whole; ``writes``: what every rank puts in it is kept."""
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters([parameter], modifier_rank=0 if writes else None, enabled=hasattr(parameter, "ds_id"))

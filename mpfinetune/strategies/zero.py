@@ -1,0 +1,175 @@
+"""Each process runs the whole model on its share of the rows; DeepSpeed splits states (1), gradients (2) and parameters (3) over them.
+
+With one process it is the way to train on one card what does not fit there: states, then parameters, live on the host or on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpfinetune.config import RunConfig
+from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
+from mpfinetune.dist import DistContext
+from mpfinetune.models.architecture import TORCH_DTYPES
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageModule, StageSpan
+from mpfinetune.planning.plan import Plan
+from mpfinetune.strategies.base import LossSum, Observer, Strategy
+from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate, ProcessMap, gathered, join_deepspeed, whole_shape
+
+StageBuilder = Callable[[StageSpan], tuple[StageModule, list[str]]]
+_PART_BYTES = 256 * 2**20
+
+
+class ZeroStrategy(Strategy):
+    """Data parallel, with one engine over the whole model."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts, context: DistContext, stages: dict[int, StageModule], loss_sum: LossSum) -> None:
+        super().__init__(plan, facts, context, stages, loss_sum)
+        join_deepspeed(context)
+        self.process_map = ProcessMap(context)
+        # The engine divides the sum over replicas by their number at stage 3, where it cannot be told not to.
+        self._loss_factor = float(context.replicas) if plan.zero_stage == 3 else 1.0
+
+    def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
+        assert isinstance(self.update, DeepSpeedUpdate)
+        engine = self.update.engine
+        total = torch.zeros((), device=self.context.device)
+        for inputs, labels in self._microbatches(batch):
+            loss = self.loss_sum(engine(**inputs), labels) / max(1, batch.target_count)
+            engine.backward(loss * self._loss_factor, scale_wrt_gas=False)
+            total += loss.detach()
+        return total
+
+    def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
+        for inputs, labels in self._microbatches(batch):
+            observe(self.stages[0](**inputs), labels)
+
+    def loading_groups(self) -> list[list[str]]:
+        """A checkpoint is read a part at a time: no rank may hold the whole model and its states on the way."""
+        if self.plan.zero_stage < 3:
+            return super().loading_groups()
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name, shape in self.parameter_shapes().items():
+            size += 12 * math.prod(shape)
+            if groups[-1] and size > _PART_BYTES:
+                groups.append([])
+                size = 12 * math.prod(shape)
+            groups[-1].append(name)
+        return groups
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: whole_shape(parameter) for name, parameter in self.named_parameters().items()}
+
+    @torch.no_grad()
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        parameters = self.named_parameters()
+        for name, value in weights.items():
+            with gathered(parameters[name], writes=True):
+                parameters[name].data.copy_(value)
+
+    def _microbatches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """This replica's rows, the same number of microbatches on every one: a rank that ran fewer would leave the others waiting."""
+        padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
+        rows = padded.tensors["input_ids"].shape[0] // self.context.replicas
+        own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
+        for start in range(0, rows, self.plan.micro_size):
+            part = {name: t[start : start + self.plan.micro_size].to(self.context.device) for name, t in own.tensors.items()}
+            labels = part.pop("labels")
+            yield part, labels
+
+
+def build_partitioned(
+    config: RunConfig, facts: ModelFacts, plan: Plan, context: DistContext, whole: StageModule, build_part: StageBuilder
+) -> list[str]:
+    """Fill a whole model whose parameters are on meta, for stage 3: part by part (embeddings, blocks, head), each partitioned over the
+    ranks as soon as it is read, so that no rank holds more than its share and one part (a block, or up to 256 MiB of them).
+
+    Args:
+        build_part: reads one part, every parameter of it whole.
+
+    Returns:
+        The names that were drawn since no file holds them.
+    """
+    deepspeed = join_deepspeed(context)
+    move_buffers(whole.model, context.device)
+    drawn: list[str] = []
+    first: Any = None
+    for span in part_spans(facts, TORCH_DTYPES[config.precision].itemsize):
+        part, names = build_part(span)
+        taken = take_over(whole.model, part.model, facts)
+        drawn += [name for name in names if name in taken]
+        if first is None:
+            # Partitions what it is given at once; what comes later must go through the same object, which knows the swapper to disk.
+            first = next(iter(taken.values()))
+            deepspeed.zero.Init(
+                module=nn.ParameterList(taken.values()),
+                data_parallel_group=context.replica_group,
+                config_dict_or_path=engine_config(config, plan),
+                mpu=ProcessMap(context),
+                dtype=TORCH_DTYPES[config.precision],
+            )
+        else:
+            first.convert_to_zero_parameters(param_list=list(taken.values()))
+        del part
+    tie(whole.model, facts)
+    return drawn
+
+
+def part_spans(facts: ModelFacts, bytes_per_parameter: int, limit_bytes: int = _PART_BYTES) -> list[StageSpan]:
+    """The model in consecutive parts that can be read alone, each of one block or of at most ``limit_bytes``."""
+    if facts.refusal is not None:
+        return [StageSpan(0, facts.num_blocks, True, True)]
+    count = facts.num_blocks
+    units = [StageSpan(0, 0, True, False), *(StageSpan(i, i + 1, False, False) for i in range(count)), StageSpan(count, count, False, True)]
+    parts: list[StageSpan] = []
+    for unit in units:
+        joined = StageSpan(parts[-1].start, unit.stop, parts[-1].has_prologue, unit.has_epilogue) if parts else unit
+        if parts and facts.numel(joined.parameter_names(facts)) * bytes_per_parameter <= limit_bytes:
+            parts[-1] = joined
+        else:
+            parts.append(unit)
+    return parts
+
+
+def take_over(whole: nn.Module, part: nn.Module, facts: ModelFacts) -> dict[str, nn.Parameter]:
+    """Put the parameters and buffers of a part in their places in the whole; returns the parameters taken, by name.
+
+    What the whole has already (a tied weight, or one that every part holds) stays.
+    """
+    taken: dict[str, nn.Parameter] = {}
+    for name, parameter in part.named_parameters():
+        canonical = facts.canonical_name(name)
+        if whole.get_parameter(canonical).is_meta:
+            _set(whole, canonical, parameter)
+            taken[canonical] = parameter
+    for name, buffer in part.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        module = whole.get_submodule(owner)
+        module.register_buffer(leaf, buffer, persistent=leaf not in module._non_persistent_buffers_set)
+    return taken
+
+
+def tie(model: nn.Module, facts: ModelFacts) -> None:
+    """Every name of a tied weight gets the one parameter that is there."""
+    for names in facts.tied_names:
+        for name in names[1:]:
+            _set(model, name, model.get_parameter(names[0]))
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, parameter)
