@@ -86,20 +86,28 @@ def export(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     checkpoint: CheckpointOption = "last",
-    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: run_dir/export.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: run_dir/export, with --merge run_dir/merged.")] = None,
+    merge: Annotated[bool, typer.Option(help="Of an adapter run: merge the adapter into the unquantised base, and compare the outputs.")] = False,
 ) -> None:
-    """Write a checkpoint as a plain Hugging Face folder, in one process."""
+    """Write a checkpoint as a plain Hugging Face folder (of an adapter run, as peft's adapter folder), in one process."""
 
     def run(settings: RunConfig, reporter: Reporter) -> None:
         from mpfinetune.models.architecture import load_tokenizer
         from mpfinetune.training.export import export_checkpoint
+        from mpfinetune.training.export_adapter import export_merged
         from mpfinetune.training.prepare import plan_run
-        from mpfinetune.training.run import choose_checkpoint
+        from mpfinetune.training.run import choose_checkpoint, kind_of_export
 
         chosen = choose_checkpoint(settings.run_dir, checkpoint)
-        target = output or Path(settings.run_dir) / "export"
-        count = export_checkpoint(plan_run(settings, None), chosen, load_tokenizer(settings.model), target)
-        reporter.say(f"exported {count:,} parameters of {chosen.name} to {target} (a plain Hugging Face folder)")
+        target = output or Path(settings.run_dir) / ("merged" if merge else "export")
+        planned = plan_run(settings, None)
+        if merge:
+            merged = export_merged(planned, chosen, load_tokenizer(settings.model), target)
+            reporter.say(merged.in_words(settings.precision))
+            reporter.say(f"exported {merged.parameters:,} parameters of {chosen.name} to {target} (a plain Hugging Face folder)")
+            return
+        count = export_checkpoint(planned, chosen, load_tokenizer(settings.model), target)
+        reporter.say(f"exported {count:,} parameters of {chosen.name} to {target} ({kind_of_export(planned)})")
 
     _run(config, overrides, run)
 

@@ -130,6 +130,18 @@ def _lora_config(facts: ModelFacts, adapter: AdapterConfig, layers: list[str], *
     )
 
 
+def base_facts(facts: ModelFacts) -> ModelFacts:
+    """The facts of the model without its adapters: what ``facts_with_adapters`` was given."""
+    added = facts.adapter_names
+    return dataclasses.replace(facts, parameters={n: p for n, p in facts.parameters.items() if n not in added}, adapted=frozenset())
+
+
+def base_facts(facts: ModelFacts) -> ModelFacts:
+    """The facts of the model without its adapters: what ``facts_with_adapters`` was given."""
+    added = facts.adapter_names
+    return dataclasses.replace(facts, parameters={n: p for n, p in facts.parameters.items() if n not in added}, adapted=frozenset())
+
+
 def merge_adapters(stage: StageModule, facts: ModelFacts) -> None:
     """Add the adapters to the weights they stand on and take them away; for a base that is not quantised."""
     assert not getattr(stage.model, "is_loaded_in_4bit", False) and not getattr(stage.model, "is_loaded_in_8bit", False)
@@ -157,5 +169,6 @@ def write_adapter_files(
     config.inference_mode = True
     config.save_pretrained(folder)
     # peft drops the last part of DoRA's magnitude in files.
-    stored = {_FILE_PREFIX + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector"): t.contiguous() for name, t in weights.items()}
+    long, short = ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
+    stored = {_FILE_PREFIX + name.replace(long, short): tensor.contiguous() for name, tensor in weights.items()}
     save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -33,8 +33,8 @@ def quantised_layers(facts: ModelFacts, kind: Kind) -> dict[str, LinearFacts]:
         return {}
     chosen = {name: linear for name, linear in facts.linears.items() if why_not(linear, kind) is None}
     if not chosen:
-        reasons = {why_not(linear, kind) for linear in facts.linears.values()} or {facts.refusal or "its blocks hold no linear layers"}
-        raise ConfigError(f"quantize: '{kind}' given, but no layer of the model ({facts.model_type}) can be: {'; '.join(map(str, reasons))}; set none")
+        reasons = sorted({str(why_not(linear, kind)) for linear in facts.linears.values()}) or [facts.refusal or "its blocks hold no linear layers"]
+        raise ConfigError(f"quantize: '{kind}' given, but no layer of the model ({facts.model_type}) can be: {'; '.join(reasons)}; set none")
     return chosen
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mpfinetune.errors import CheckpointError
-from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta
+from mpfinetune.models.architecture import TORCH_DTYPES
+from mpfinetune.training.export_adapter import empty_model, export_adapter, make_unfinished, publish, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> int:
-    """Write the folder, one rank's part of the weights at a time; tied weights once.
+    """Write the folder, one rank's part of the weights at a time; tied weights once. Of an adapter run, the adapter (``export_adapter``).
 
     The folder appears under its name only when it is complete and every tensor's shape has been checked against the model.
 
@@ -31,11 +31,10 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
         CheckpointError: the checkpoint does not hold exactly the model's parameters.
     """
     config = planned.config
-    with parameters_on_meta():
-        model = construct_model(planned.hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
-    unfinished = output.with_name(f"{output.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    if planned.facts.adapted:
+        return export_adapter(planned, checkpoint, tokenizer, output)
+    model = empty_model(planned)
+    unfinished = make_unfinished(output)
     written = _write_weights(model, checkpoint, TORCH_DTYPES[config.precision], unfinished)
     facts = planned.facts
     # By the facts, not by the empty model: on the meta device tied weights are two parameters.
@@ -44,15 +43,8 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
     if problems:
         shutil.rmtree(unfinished)
         raise CheckpointError(f"export: {checkpoint} does not hold the model's parameters as they should be: {', '.join(problems[:5])}")
-    hf_config = copy.deepcopy(planned.hf_config)  # the run's own copy has the generation cache as it was
-    hf_config.architectures = [type(model).__name__]
-    hf_config.dtype = TORCH_DTYPES[config.precision]
-    hf_config.save_pretrained(unfinished)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    shutil.rmtree(output, ignore_errors=True)
-    unfinished.rename(output)
+    write_config_files(planned, model, tokenizer, unfinished)
+    publish(unfinished, output)
     return facts.numel(facts.parameters)
 
 

@@ -96,7 +96,12 @@ def evaluate(run: PreparedRun, which: str, reporter: Reporter) -> dict[str, floa
 def export(run: PreparedRun, checkpoint: Path, output: Path, reporter: Reporter) -> None:
     """Write a Hugging Face folder from a checkpoint; one process."""
     count = export_checkpoint(run.planned, checkpoint, run.tokenizer, output)
-    reporter.say(f"exported {count:,} parameters of {checkpoint.name} to {output} (a plain Hugging Face folder)")
+    reporter.say(f"exported {count:,} parameters of {checkpoint.name} to {output} ({kind_of_export(run.planned)})")
+
+
+def kind_of_export(planned: PlannedRun) -> str:
+    """What ``export`` writes, in words."""
+    return "a peft adapter folder" if planned.facts.adapted else "a plain Hugging Face folder"
 
 
 def choose_checkpoint(run_dir: str, which: str) -> Path:

@@ -1,0 +1,242 @@
+"""Exports of an adapter run: the adapter in peft's format, or merged into the base as the original files hold it.
+
+A merge goes block by block: no more than one block of the base is in memory, and it is never the quantised one that is merged into, whose
+rounding would change the outputs. The merged files are read back and must give the logits of base and adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpfinetune.config import AdapterConfig, RunConfig
+from mpfinetune.errors import CheckpointError, ConfigError
+from mpfinetune.models.adapters import base_facts, merge_adapters, write_adapter_files
+from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta, resolve_model_folder
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.stage import StageModule, StageSpan
+from mpfinetune.strategies.build import build_stage
+from mpfinetune.training.checkpoint import read_tensors
+from mpfinetune.training.prepare import PlannedRun
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_FILE_BYTES = 2**30
+_SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
+# Largest difference of a logit, as a share of the largest logit (or of 1): what rounding the merged weights to the precision may cost.
+MERGE_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote and how far its outputs are from base and adapter."""
+
+    parameters: int
+    difference: float
+    tolerance: float
+
+    def in_words(self, precision: str) -> str:
+        return (
+            f"merged model against base + adapter, both in {precision}: largest difference of a logit {self.difference:.2e} "
+            f"(allowed {self.tolerance:.2e})"
+        )
+
+
+def export_adapter(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> int:
+    """Write adapter_config.json and adapter_model.safetensors, loadable by ``peft.PeftModel.from_pretrained(base, output)``.
+
+    Returns:
+        The number of parameters written.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a part of the adapter.
+    """
+    facts = planned.facts
+    weights = _checkpoint_weights(planned, checkpoint)
+    modules = {_saved_module(facts, name) for name in weights if name not in facts.adapter_names}
+    # peft saves a module whole; what of it did not learn is the base's.
+    absent = {name for name in facts.parameters if _saved_module(facts, name) in modules and name not in weights} - facts.adapter_names
+    if absent:
+        for _, stage in _base_blocks(planned, facts, planned.config.adapter):
+            weights |= {n: p.detach().float() for n, p in _named(stage, facts).items() if n in absent}
+    unfinished = make_unfinished(output)
+    write_adapter_files(unfinished, facts, planned.config.adapter, planned.config.model.path, weights, modules)
+    tokenizer.save_pretrained(unfinished)
+    publish(unfinished, output)
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def _saved_module(facts: ModelFacts, name: str) -> str:
+    """The module that peft saves a base parameter with; of a classification head, the whole, since peft adds it under that name itself."""
+    return name.partition(".")[0] if name in facts.classification_head else name.rpartition(".")[0]
+
+
+def _checkpoint_weights(planned: PlannedRun, checkpoint: Path) -> dict[str, Tensor]:
+    weights = read_tensors(checkpoint, "weights")
+    facts = planned.facts
+    wrong = sorted(facts.adapter_names - set(weights)) + sorted(
+        name for name, t in weights.items() if name not in facts.parameters or tuple(t.shape) != facts.parameters[name].shape
+    )
+    if wrong:
+        raise CheckpointError(f"export: {checkpoint} does not hold this run's adapter as it should be: {', '.join(wrong[:5])}")
+    return weights
+
+
+def export_merged(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> Merged:
+    """Merge the adapter into the base's original weights, in the run's 16 or 32-bit precision, and write a plain Hugging Face folder.
+
+    Raises:
+        ConfigError: the run has no adapter.
+        CheckpointError: the checkpoint lacks a part of the adapter; or the merged model's logits are not those of base and adapter, in
+            which case nothing is published.
+    """
+    facts, config = planned.facts, planned.config
+    if not facts.adapted:
+        raise ConfigError("export --merge: adapter.type is none, so there is nothing to merge; leave --merge out")
+    weights = _checkpoint_weights(planned, checkpoint)
+    unfinished = make_unfinished(output)
+    model = empty_model(planned)
+    batch = _sample(planned)
+    expected: Tensor | None = None
+    writer = _ShardWriter(model, unfinished)
+    for span, stage in _base_blocks(planned, facts, config.adapter):
+        named = _named(stage, facts)
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if name in weights:
+                    parameter.copy_(weights[name])
+            expected = stage.eval()(*([] if span.has_prologue else [expected]), **batch)
+        merge_adapters(stage, facts)
+        writer.add({name: parameter.detach() for name, parameter in _named(stage, facts).items()})
+    writer.close()
+    missing = sorted({facts.canonical_name(name) for name in base_facts(facts).parameters} - writer.names)
+    assert not missing, f"not written: {missing[:5]}"
+    write_config_files(planned, model, tokenizer, unfinished)
+    assert expected is not None
+    merged = Merged(base_facts(facts).numel(base_facts(facts).parameters), *_compare(planned, unfinished, batch, expected))
+    if not merged.difference <= merged.tolerance:
+        shutil.rmtree(unfinished)
+        raise CheckpointError(f"export --merge: {merged.in_words(config.precision)}; nothing was written to {output}")
+    publish(unfinished, output)
+    return merged
+
+
+def _compare(planned: PlannedRun, folder: Path, batch: dict[str, Tensor], expected: Tensor) -> tuple[float, float]:
+    """The largest difference between the logits of the written files and ``expected``, and what is allowed."""
+    hidden: Tensor | None = None
+    with torch.no_grad():
+        for span, stage in _base_blocks(planned, base_facts(planned.facts), AdapterConfig(), folder):
+            hidden = stage.eval()(*([] if span.has_prologue else [hidden]), **batch)
+    assert hidden is not None
+    scale = max(1.0, float(expected.float().abs().max()))
+    return float((hidden.float() - expected.float()).abs().max()), MERGE_TOLERANCE[planned.config.precision] * scale
+
+
+def _base_blocks(
+    planned: PlannedRun, facts: ModelFacts, adapter: AdapterConfig, folder: Path | None = None
+) -> Iterator[tuple[StageSpan, StageModule]]:
+    """The unquantised model on the CPU, one block after the other, with what stands before and after them at the ends."""
+    config: RunConfig = replace(planned.config, quantize="none", adapter=adapter, recompute="none", trainable=[], frozen=[])
+    if folder is None and config.model.init == "pretrained":
+        folder = resolve_model_folder(config.model, weights=True)
+    for index in range(facts.num_blocks):
+        span = StageSpan(index, index + 1, index == 0, index == facts.num_blocks - 1)
+        stage, _ = build_stage(config, planned.hf_config, facts, span, torch.device("cpu"), folder)
+        yield span, stage
+
+
+def _named(stage: StageModule, facts: ModelFacts) -> dict[str, torch.nn.Parameter]:
+    return {facts.canonical_name(name): parameter for name, parameter in stage.model.named_parameters()}
+
+
+def _sample(planned: PlannedRun) -> dict[str, Tensor]:
+    tokens = min(_SAMPLE_TOKENS, planned.facts.max_positions or _SAMPLE_TOKENS)
+    vocabulary = planned.hf_config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (_SAMPLE_ROWS, tokens), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class _ShardWriter:
+    """Writes tensors in files of about a GiB, by the names that the model's own files use, with an index."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+        self.names: set[str] = set()
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[tuple[Path, list[str]]] = []
+        self._total_bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Tensors by canonical name; of those that several blocks hold, the first counts."""
+        fresh = {name: tensor for name, tensor in tensors.items() if name not in self.names}
+        self.names |= set(fresh)
+        self._pending |= fresh
+        if sum(tensor.numel() * tensor.element_size() for tensor in self._pending.values()) >= _FILE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self.model, self._pending).items()}
+        path = self.folder / f"part-{len(self._files)}"
+        save_file(stored, path, metadata={"format": "pt"})
+        self._files.append((path, sorted(stored)))
+        self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+        self._pending = {}
+
+    def close(self) -> None:
+        if self._pending:
+            self._flush()
+        count, weight_map = len(self._files), {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.rename(self.folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index: dict[str, Any] = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+# --- parts of any export ------------------------------------------------------------------------------------------------------------
+
+
+def empty_model(planned: PlannedRun) -> PreTrainedModel:
+    """The model's class without weights."""
+    config = planned.config
+    with parameters_on_meta():
+        return construct_model(planned.hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
+
+
+def make_unfinished(output: Path) -> Path:
+    """An empty folder beside the wanted one; ``publish`` gives it the name when it is complete."""
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def publish(unfinished: Path, output: Path) -> None:
+    shutil.rmtree(output, ignore_errors=True)
+    unfinished.rename(output)
+
+
+def write_config_files(planned: PlannedRun, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """config.json, generation_config.json where there is one, the tokenizer's files."""
+    hf_config = copy.deepcopy(planned.hf_config)  # the run's own copy has the generation cache as it was
+    hf_config.architectures = [type(model).__name__]
+    hf_config.dtype = TORCH_DTYPES[planned.config.precision]
+    hf_config.save_pretrained(folder)
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
