@@ -112,7 +112,14 @@ class PartitionConfig:
     )
     stages: list[Any] = option([], "For manual: one entry per stage, like `embed, 0-2` and `3-5, head`; a module's own name stands for its block.")
     device_map: dict[str, int] = option(
-        {}, "For manual: a pasted map {module name: stage}, as accelerate and transformers print it. Excludes partition.stages."
+        {},
+        "For manual: a pasted map {module name: stage}, as accelerate and transformers print it. Excludes partition.stages. With strategy: local "
+        "{module name or glob: device}, also inside a block, like model.layers.*.mlp: 1; number n is the n-th visible device.",
+    )
+    local_overlap: bool = option(
+        False,
+        "With strategy: local, one contiguous stage a device and the microbatches of an update in flight over them (all forward passes, then "
+        "all backward passes, so activations of the whole update are kept). False: one device computes at a time.",
     )
 
 

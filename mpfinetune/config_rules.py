@@ -31,6 +31,10 @@ def is_recompute_policy(policy: Any) -> bool:
     return isinstance(policy, list) and all(not isinstance(item, bool) and _BLOCK_RANGE.fullmatch(str(item)) for item in policy)
 
 
+def _is_glob(key: str) -> bool:
+    return any(sign in key for sign in "*?[")
+
+
 @dataclass(frozen=True)
 class Rule:
     """``holds(config)`` must be true; otherwise the message names the path, its value and ``allowed``."""
@@ -87,6 +91,26 @@ RULES: tuple[Rule, ...] = (
         "partition.rule",
         lambda c: c.partition.rule in (None, "manual") or not (c.partition.stages or c.partition.device_map),
         "manual (or left out) where partition.stages or partition.device_map is given",
+    ),
+    Rule(
+        "partition.device_map",
+        lambda c: c.strategy == "local" or not any(_is_glob(key) for key in c.partition.device_map),
+        "without globs unless strategy is local: a pipeline's stages are named block by block, or by partition.stages",
+    ),
+    Rule(
+        "partition.local_overlap",
+        lambda c: not c.partition.local_overlap or c.strategy == "local",
+        "false unless strategy is local: a pipeline overlaps by its schedule",
+    ),
+    Rule(
+        "partition.local_overlap",
+        lambda c: not c.partition.local_overlap or c.devices is None or c.devices >= 2,
+        "false with devices: 1, where nothing can overlap",
+    ),
+    Rule(
+        "partition.local_overlap",
+        lambda c: not (c.partition.local_overlap and any(_is_glob(key) for key in c.partition.device_map)),
+        "false with globs in partition.device_map: overlap needs contiguous stages (partition.stages, or a map of whole blocks)",
     ),
     Rule("partition.num_stages", lambda c: c.partition.num_stages is None or c.partition.num_stages >= 1, "at least 1"),
     Rule(

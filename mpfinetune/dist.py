@@ -34,6 +34,7 @@ class DistContext:
     pipeline_group: Any = None
     replica_group: Any = None
     timeout: timedelta = field(default_factory=lambda: timedelta(seconds=600))
+    devices: tuple[torch.device, ...] = ()  # where one process uses several, those by number; empty: the kind of ``device``, counted from 0
 
     @property
     def replicas(self) -> int:
@@ -49,6 +50,12 @@ class DistContext:
 
     def global_rank(self, pipeline_rank: int, replica: int) -> int:
         return pipeline_rank * self.replicas + replica
+
+    def nth_device(self, number: int) -> torch.device:
+        """The device of a number in a map of ``strategy: local``. On the CPU all are the CPU."""
+        if self.devices:
+            return self.devices[number]
+        return torch.device(self.device.type, number) if self.device.type != "cpu" else self.device
 
     def sum_over_world(self, values: Tensor) -> Tensor:
         """Sum of a small tensor over all ranks, in place."""

@@ -1,4 +1,7 @@
-"""One process, one device: the reference that every other strategy is compared with."""
+"""One process, microbatch after microbatch: the reference that every other strategy is compared with.
+
+On one device, or on several by a map of modules (see ``dispatch``): then one device computes at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,32 @@ from mpfinetune.strategies.base import Observer, Strategy
 
 
 class LocalStrategy(Strategy):
-    """Microbatch after microbatch on one device."""
+    """Microbatch after microbatch; the batch goes to the device of the embeddings, the labels to that of the logits."""
 
     def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
         total = torch.zeros((), device=self.context.device)
         for inputs, labels in self._microbatches(batch):
-            loss = self.loss_sum(self.stages[0](**inputs), labels) / max(1, batch.target_count)
+            logits = self.stages[0](**inputs)
+            loss = self.loss_sum(logits, labels.to(logits.device)) / max(1, batch.target_count)
             (loss * loss_scale).backward()
-            total += loss.detach()
+            total += loss.detach().to(total.device)
         return total
 
     def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
         for inputs, labels in self._microbatches(batch):
-            observe(self.stages[0](**inputs), labels)
+            logits = self.stages[0](**inputs)
+            observe(logits, labels.to(logits.device))
 
     def _microbatches(self, batch: GlobalBatch) -> list[tuple[dict[str, Tensor], Tensor]]:
         """Slices of at most micro_size rows; the last may be smaller."""
+        device = self._input_device()
         rows = batch.tensors["input_ids"].shape[0]
         pairs = []
         for start in range(0, rows, self.plan.micro_size):
-            part = {name: t[start : start + self.plan.micro_size].to(self.context.device) for name, t in batch.tensors.items()}
+            part = {name: t[start : start + self.plan.micro_size].to(device) for name, t in batch.tensors.items()}
             labels = part.pop("labels")
             pairs.append((part, labels))
         return pairs
+
+    def _input_device(self) -> torch.device:
+        return self.context.device if self.plan.placement is None else self.context.nth_device(self.plan.placement.homes[""])

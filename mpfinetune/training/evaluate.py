@@ -25,7 +25,7 @@ def evaluate(strategy: Strategy, loader: UpdateLoader, data: LoadedData) -> dict
     targets = 0
 
     def observe(logits: Tensor, labels: Tensor) -> None:
-        loss_sum.add_(strategy.loss_sum(logits, labels).double())
+        loss_sum.add_(strategy.loss_sum(logits, labels).double().to(loss_sum.device))
         if data.metric_names:
             metrics.update(logits, labels)
 
