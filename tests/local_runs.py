@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from tests.multiproc.training_cases import LR, Problem, hf_config_of, make_batch
 CPU = torch.device("cpu")
 
 
-def build_local(problem: Problem, partition: dict[str, Any], devices: tuple[torch.device, ...] = (CPU, CPU), **changes: Any) -> Strategy:
-    """The strategy with its optimizer, over the given devices; ``partition`` is the config's section."""
+def build_local(
+    problem: Problem, partition: dict[str, Any], devices: tuple[torch.device, ...] = (CPU, CPU), folder: Path | None = None, **changes: Any
+) -> Strategy:
+    """The strategy with its optimizer, over the given devices; ``partition`` is the config's section, ``folder`` None draws the weights."""
     config = run_config(problem, strategy="local", partition=partition, devices=len(devices), **changes)
     hf_config = hf_config_of(problem)
     facts = inspect_model(hf_config, config.model.task)
     plan = make_plan(config, facts, World("cpu", len(devices)))
     loss_sum: Any = loss_sum_for(config.model.task, problem.num_labels)
-    strategy, _ = build_strategy(config, hf_config, facts, plan, DistContext(0, 1, devices[0], devices=devices), loss_sum, None)
+    strategy, _ = build_strategy(config, hf_config, facts, plan, DistContext(0, 1, devices[0], devices=devices), loss_sum, folder)
     strategy.update = PlainUpdate(strategy, NamedOptimizer(strategy.named_parameters(), config.optimizer), config.train.clip_norm)
     return strategy
 

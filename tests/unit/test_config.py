@@ -268,6 +268,28 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"partition.rule": "uniform", "partition.stages": ["embed", "head"]},
         "partition.rule: 'uniform' given, must be manual (or left out) where partition.stages or partition.device_map is given",
     ),
+    (
+        GLUE,
+        {"strategy": "pipeline", "partition.device_map": {"model.layers.*": 0}},
+        "partition.device_map: {'model.layers.*': 0} given, must be without globs unless strategy is local: a pipeline's stages are named block by "
+        "block, or by partition.stages",
+    ),
+    (
+        GLUE,
+        {"strategy": "pipeline", "partition.local_overlap": True},
+        "partition.local_overlap: True given, must be false unless strategy is local: a pipeline overlaps by its schedule",
+    ),
+    (
+        GLUE,
+        {"strategy": "local", "partition.local_overlap": True, "devices": 1},
+        "partition.local_overlap: True given, must be false with devices: 1, where nothing can overlap",
+    ),
+    (
+        GLUE,
+        {"strategy": "local", "partition.local_overlap": True, "partition.device_map": {"model.layers.*.mlp": 1}},
+        "partition.local_overlap: True given, must be false with globs in partition.device_map: overlap needs contiguous stages (partition.stages, "
+        "or a map of whole blocks)",
+    ),
     (GLUE, {"partition.num_stages": 0}, "partition.num_stages: 0 given, must be at least 1"),
     (
         GLUE,
