@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,15 @@ from torch import nn
 
 from mpfinetune.errors import ModelError
 from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.quantize import TensorQuantizer
 from mpfinetune.models.stage import StageModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# The device of a parameter or buffer, by its full name in the model.
+DeviceOf = Callable[[str], torch.device]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -53,14 +58,18 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"model.path: '{folder}' holds no *.safetensors; for a model with random weights set model.init: random")
 
 
-def load_stage(stage: StageModule, facts: ModelFacts, folder: Path | None, device: torch.device, seed: int) -> list[str]:
-    """Give every parameter of the stage its value on ``device``.
+def load_stage(
+    stage: StageModule, facts: ModelFacts, folder: Path | None, device: torch.device | DeviceOf, seed: int, quantizer: TensorQuantizer | None = None
+) -> list[str]:
+    """Give every parameter of the stage its value on its device.
 
     Args:
         stage: parameters on meta, buffers real.
         folder: the model's folder, or None to draw every weight.
+        device: one for all, or a function from a parameter's or buffer's name to its device; tied names must have the same.
         seed: draws what no file holds; module by module, so that the values do not depend on the split. A tied parameter that another
             stage holds under another name is the exception: the strategy copies it from its first holder before the first step.
+        quantizer: takes the weights of ``replace_linears``, one at a time, so that the stage never lies in memory unquantised.
 
     Returns:
         The names that were drawn (a new head, or everything).
@@ -69,19 +78,22 @@ def load_stage(stage: StageModule, facts: ModelFacts, folder: Path | None, devic
         ModelError: a file is broken, or a tensor in it has another shape than the model's.
     """
     model: Any = stage.model
+    device_of: DeviceOf = (lambda name: device) if isinstance(device, torch.device) else device
     missing = {name for name, _ in model.named_parameters()}
     if folder is not None:
-        missing = _read_own_tensors(model, facts, folder, device)
-    _move_buffers(model, device)
+        missing = _read_own_tensors(model, facts, folder, device_of, quantizer)
+    _move_buffers(model, device_of)
     drawn = sorted(missing - _tied_aliases(model, facts))
-    _draw_parameters(model, set(drawn), device, seed)
+    _draw_parameters(model, set(drawn), device_of, seed, quantizer)
     _tie(model, facts)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, f"parameters without a value: {left[:5]}"
     return drawn
 
 
-def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, device: torch.device) -> set[str]:
+def _read_own_tensors(
+    model: PreTrainedModel, facts: ModelFacts, folder: Path, device_of: DeviceOf, quantizer: TensorQuantizer | None
+) -> set[str]:
     """Read what the files hold of the model's parameters; returns the names that they do not hold."""
     from safetensors import SafetensorError, safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -97,8 +109,13 @@ def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, d
             handles.append(handle)
             slices.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a dict)
         conversions: Any = get_model_conversion_mapping(model)
-        load_config = LoadStateDictConfig(device_map={"": device}, dtype=next(model.parameters()).dtype, weight_mapping=conversions)
+        dtype = quantizer.dtype if quantizer is not None else next(model.parameters()).dtype
+        # Ours answers what the loader asks of transformers' own quantizers.
+        hf_quantizer: Any = quantizer
         wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        # "" first: it stands for tensors of the files that the stage does not have.
+        devices: Any = {"": device_of(""), **{name: device_of(name) for name in wanted}}
+        load_config = LoadStateDictConfig(device_map=devices, dtype=dtype, weight_mapping=conversions, hf_quantizer=hf_quantizer)
         aliases = _tied_aliases(model, facts)
         read = {name: part for name, part in _with_tied_copies(model, facts, slices).items() if name not in aliases}
         with _one_tensor_at_a_time():
@@ -154,14 +171,14 @@ def _one_tensor_at_a_time() -> Iterator[None]:
             os.environ[variable] = before
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
+def _move_buffers(model: nn.Module, device_of: DeviceOf) -> None:
+    for owner, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             persistent = name not in module._non_persistent_buffers_set
-            module.register_buffer(name, buffer.to(device), persistent=persistent)
+            module.register_buffer(name, buffer.to(device_of(f"{owner}.{name}".lstrip("."))), persistent=persistent)
 
 
-def _draw_parameters(model: PreTrainedModel, names: set[str], device: torch.device, seed: int) -> None:
+def _draw_parameters(model: PreTrainedModel, names: set[str], device_of: DeviceOf, seed: int, quantizer: TensorQuantizer | None) -> None:
     """Initialise as transformers does, with a random stream of its own for each module: independent of what else the stage holds."""
     owners = sorted({name.rpartition(".")[0] for name in names})
     for owner in owners:
@@ -169,8 +186,7 @@ def _draw_parameters(model: PreTrainedModel, names: set[str], device: torch.devi
         for name, parameter in list(module.named_parameters(recurse=False)):
             if f"{owner}.{name}".lstrip(".") in names:
                 # Drawn on the CPU: the generators of the devices differ.
-                empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-                setattr(module, name, empty)
+                setattr(module, name, _empty(f"{owner}.{name}", parameter, quantizer))
             else:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]):
@@ -178,8 +194,19 @@ def _draw_parameters(model: PreTrainedModel, names: set[str], device: torch.devi
             with torch.no_grad():
                 model._init_weights(module)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.device != device:
+            device = device_of(f"{owner}.{name}".lstrip("."))
+            if quantizer is not None and quantizer.takes(f"{owner}.{name}") and f"{owner}.{name}" in names:
+                setattr(module, name, quantizer.quantise(f"{owner}.{name}", parameter, device))
+            elif parameter.device != device and not parameter.is_meta:  # a tied name's, filled by _tie
                 setattr(module, name, nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad))
+
+
+def _empty(name: str, parameter: nn.Parameter, quantizer: TensorQuantizer | None) -> nn.Parameter:
+    """Room on the CPU for the weight as the unquantised model has it, so that the same values are drawn."""
+    if quantizer is None or not quantizer.takes(name):
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+    shape = parameter.shape[::-1] if quantizer.layers[name.rpartition(".")[0]].transposed else parameter.shape
+    return nn.Parameter(torch.empty(shape, dtype=quantizer.dtype), requires_grad=False)
 
 
 def stream_seed(*parts: object) -> int:

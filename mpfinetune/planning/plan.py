@@ -13,11 +13,11 @@ from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
-from mpfinetune.models.trainable import trainable_names
+from mpfinetune.planning.device_map import Placement, resolve_device_map
+from mpfinetune.planning.engines import choose_engine, rank_bytes
 from mpfinetune.planning.partition import effective_rule, partition
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class World:
     device_type: str
     visible_devices: int
     world_size: int | None = None
+    processes_per_host: int | None = None  # None: as world_size
+    device_bytes: int | None = None  # memory of the smallest visible card; None: not known
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class RankPlan:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    host_bytes: int = 0  # what is offloaded from the card
 
     @property
     def total_bytes(self) -> int:
@@ -64,6 +67,11 @@ class Plan:
     precision: str
     total_parameters: int
     ranks: tuple[RankPlan, ...]
+    zero_stage: int = 0  # of the DeepSpeed engine; 0: there is none
+    offload_optimizer: str = "none"
+    offload_parameters: str = "none"
+    notes: tuple[str, ...] = ()  # what the plan found and did about it
+    placement: Placement | None = None  # the modules' devices, for a map of strategy local
 
     @property
     def world_size(self) -> int:
@@ -76,12 +84,22 @@ class Plan:
     @property
     def bubble(self) -> float:
         """Idle share of a rank by the textbook formula (p - 1) / (v * m + p - 1), equal stages assumed."""
+        if self.strategy == "local":  # one process, GPipe over its devices
+            return (self.num_stages - 1) / (self.microbatches + self.num_stages - 1)
         return (self.pipeline_ranks - 1) / (self.stages_per_rank * self.microbatches + self.pipeline_ranks - 1)
+
+    def stages_of(self, pipeline_rank: int) -> list[int]:
+        """The stages that a pipeline rank holds, ascending."""
+        if self.strategy == "local" or self.num_stages == 1:
+            return list(range(self.num_stages))
+        return stages_of_rank(self.schedule, pipeline_rank, self.pipeline_ranks, self.stages_per_rank)
 
     def padded_rows(self, rows: int) -> int:
         """Rows of an update with the fill rows that make whole microbatches, as many as the schedule wants on every replica."""
         if self.strategy == "local":
             return rows
+        if self.strategy == "zero":
+            return math.ceil(rows / (self.micro_size * self.replicas)) * self.micro_size * self.replicas
         multiple = self.micro_size * self.replicas * microbatch_multiple(self.schedule, self.pipeline_ranks)
         fewest = self.micro_size * self.replicas * min_microbatches(self.schedule, self.pipeline_ranks)
         return max(fewest, math.ceil(rows / multiple) * multiple)
@@ -99,21 +117,26 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         LaunchError: the number of processes does not fit the plan.
     """
     strategy, num_stages = _strategy_and_stages(config, world)
-    stages_per_rank = 1 if strategy == "local" else _stages_per_rank(config)
+    engine = choose_engine(config, facts, world, strategy, math.ceil(num_stages / _stages_per_rank(config)))
+    if engine.strategy != strategy:
+        strategy, num_stages = engine.strategy, 1
+    stages_per_rank = num_stages if strategy in ("local", "zero") else _stages_per_rank(config)
     if num_stages % stages_per_rank:
         raise ConfigError(
             f"schedule: {config.schedule} puts {stages_per_rank} stages on each process, but {num_stages} stages are asked for; "
             f"give a multiple of {stages_per_rank} (partition.num_stages or the entries of the map)"
         )
     pipeline_ranks = num_stages // stages_per_rank
-    spans = partition(config.partition, facts, num_stages) if strategy == "pipeline" else (StageSpan(0, facts.num_blocks, True, True),)
+    is_cut = strategy == "pipeline" or num_stages > 1
+    spans = partition(config.partition, facts, num_stages) if is_cut else (StageSpan(0, facts.num_blocks, True, True),)
+    placement = _placement(config, strategy, facts, world)
     replicas = _replicas(config, strategy, pipeline_ranks, world)
     microbatches = _microbatches(config, strategy, pipeline_ranks, replicas)
     return Plan(
         strategy=strategy,
         schedule=config.schedule if strategy == "pipeline" else "none",
         device_type=world.device_type,
-        rule=effective_rule(config.partition) if strategy == "pipeline" else "whole model",
+        rule=effective_rule(config.partition) if is_cut else "manual" if placement else "whole model",
         spans=spans,
         pipeline_ranks=pipeline_ranks,
         stages_per_rank=stages_per_rank,
@@ -123,7 +146,14 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         microbatches=microbatches,
         precision=config.precision,
         total_parameters=facts.numel(facts.parameters),
-        ranks=tuple(_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank) for rank in range(pipeline_ranks)),
+        ranks=tuple(
+            rank_bytes(_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank), engine, replicas) for rank in range(pipeline_ranks)
+        ),
+        zero_stage=engine.zero_stage,
+        offload_optimizer=engine.offload_optimizer,
+        offload_parameters=engine.offload_parameters,
+        notes=engine.notes,
+        placement=placement,
     )
 
 
@@ -140,7 +170,9 @@ def _strategy_and_stages(config: RunConfig, world: World) -> tuple[str, int]:
     wish = config.partition
     mapped = len(wish.stages) or (max(wish.device_map.values(), default=-1) + 1) or wish.num_stages
     if config.strategy == "local":
-        return "local", 1
+        return "local", _local_stages(mapped, world) if wish.local_overlap else 1
+    if config.strategy == "zero":
+        return "zero", 1
     if mapped is None:
         processes = world.world_size or world.visible_devices
         if config.strategy == "auto" and processes == 1:
@@ -149,6 +181,28 @@ def _strategy_and_stages(config: RunConfig, world: World) -> tuple[str, int]:
     if config.strategy == "auto" and mapped == 1:
         return "local", 1
     return "pipeline", mapped
+
+
+def _local_stages(mapped: int | None, world: World) -> int:
+    """One stage a device, for microbatches in flight in one process."""
+    stages = mapped or world.visible_devices
+    if stages < 2:
+        raise ConfigError(
+            f"partition.local_overlap: true given, but there is {stages} stage for {world.visible_devices} visible device(s); it needs at least "
+            "2 of each (devices, CUDA_VISIBLE_DEVICES, partition.stages or partition.num_stages)"
+        )
+    if stages > world.visible_devices:
+        raise ConfigError(
+            f"partition.local_overlap: {stages} stages are asked for, one a device, but {world.visible_devices} device(s) are visible; take fewer "
+            "stages (partition.stages, partition.num_stages, partition.device_map) or more devices"
+        )
+    return stages
+
+
+def _placement(config: RunConfig, strategy: str, facts: ModelFacts, world: World) -> Placement | None:
+    if strategy != "local" or config.partition.local_overlap or not config.partition.device_map:
+        return None
+    return resolve_device_map(config.partition.device_map, facts, world.visible_devices)
 
 
 def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: World) -> int:
@@ -182,6 +236,8 @@ def _microbatches(config: RunConfig, strategy: str, pipeline_ranks: int, replica
     if strategy == "local":
         return math.ceil(global_size / micro_size)
     microbatches = math.ceil(math.ceil(global_size / replicas) / micro_size)
+    if strategy == "zero":
+        return microbatches
     needed = min_microbatches(config.schedule, pipeline_ranks)
     if microbatches < needed:
         largest = max(1, global_size // (replicas * needed))
@@ -195,26 +251,21 @@ def _microbatches(config: RunConfig, strategy: str, pipeline_ranks: int, replica
 
 
 def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[StageSpan, ...], ranks: int, stages_per_rank: int) -> RankPlan:
-    stages = stages_of_rank(config.schedule, rank, ranks, stages_per_rank) if len(spans) > 1 else [0]
+    one_process = ranks == 1  # of several stages: strategy local, or a looped schedule on one rank
+    stages = list(range(len(spans))) if one_process else stages_of_rank(config.schedule, rank, ranks, stages_per_rank)
     names = [name for stage in stages for name in spans[stage].parameter_names(facts)]
-    parameters = facts.numel(names)
-    learning = facts.numel({facts.canonical_name(name) for name in names} & trainable_names(facts, config.trainable, config.frozen))
+    held = {facts.canonical_name(name) for name in names}
+    learning = held & learning_names(config, facts)
     recomputed_blocks(config.recompute, facts.num_blocks)  # a block that the model does not have is said now, not on the ranks
     return RankPlan(
         rank=rank,
         stages=tuple(stages),
         holds="; ".join(describe_span(spans[stage]) for stage in stages),
-        parameters=parameters,
-        weight_bytes=parameters * _BYTES[config.precision],
-        gradient_bytes=learning * 4,  # accumulated in fp32, whatever the weights' type
-        optimizer_bytes=learning * _optimizer_bytes_per_parameter(config),
+        parameters=facts.numel(names),
+        weight_bytes=weight_bytes(config, facts, held),
+        gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
+        optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning),
     )
-
-
-def _optimizer_bytes_per_parameter(config: RunConfig) -> int:
-    """States and, for narrow weights, the fp32 master."""
-    states = {"adamw": 8, "sgd": 4 if config.optimizer.momentum else 0, "adamw_8bit": 2, "paged_adamw_8bit": 2}[config.optimizer.name]
-    return states + (0 if config.precision == "fp32" else 4)
 
 
 def describe_span(span: StageSpan) -> str:

@@ -21,7 +21,6 @@ from mpfinetune.dist import DistContext, all_reduce_buckets, broadcast_buckets
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan
-from mpfinetune.planning.schedule import stages_of_rank
 from mpfinetune.strategies.update import Update, zero_gradient
 
 # (logits [rows, T, V] or [rows, C], labels [rows, T] or [rows]) -> sum of the loss over the valid targets, a scalar in fp32.
@@ -58,6 +57,7 @@ class Strategy(ABC):
         self.stages = stages
         self.loss_sum = loss_sum
         self.update: Update | None = None
+        self.drawn: frozenset[str] = frozenset()  # names that no file of the base model holds
         self._tie_local_stages()
         self.shared = shared_parameters(plan, facts)
         self._shared_groups = self._make_shared_groups()
@@ -92,6 +92,29 @@ class Strategy(ABC):
         """Names of which this rank is the first holder along the pipeline: each parameter of the model is in exactly one rank's set."""
         shared = {parameter.name: parameter.pipeline_ranks[0] for parameter in self.shared}
         return {name for name in self.named_parameters() if shared.get(name, self.context.pipeline_rank) == self.context.pipeline_rank}
+
+    def saved_names(self) -> set[str]:
+        """The names that a checkpoint holds: all, but with adapters only what learns and what no file of the base model holds."""
+        parameters = self.named_parameters()
+        if not self.facts.adapted:
+            return set(parameters)
+        kept = self.drawn | self.facts.adapter_names
+        return {name for name, parameter in parameters.items() if parameter.requires_grad or name in kept}
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of this rank's parameters by canonical name."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters().items()}
+
+    def loading_groups(self) -> list[list[str]]:
+        """The names in the groups in which a checkpoint is read."""
+        return [list(self.named_parameters())]
+
+    @torch.no_grad()
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Give parameters the values of whole tensors by canonical name, in the parameters' own type."""
+        parameters = self.named_parameters()
+        for name, value in weights.items():
+            parameters[name].copy_(value)
 
     def train_step(self, batch: GlobalBatch, lr: float, stop_requested: bool = False) -> StepOutcome:
         """One optimizer update over a whole global batch; collective over all ranks."""
@@ -159,8 +182,7 @@ def shared_parameters(plan: Plan, facts: ModelFacts) -> list[SharedParameter]:
     """The parameters that more than one pipeline rank holds."""
     holders: dict[str, set[int]] = {}
     for rank in range(plan.pipeline_ranks):
-        stages = stages_of_rank(plan.schedule, rank, plan.pipeline_ranks, plan.stages_per_rank) if plan.num_stages > 1 else [0]
-        for stage in stages:
+        for stage in plan.stages_of(rank):
             for name in plan.spans[stage].parameter_names(facts):
                 holders.setdefault(facts.canonical_name(name), set()).add(rank)
     return [SharedParameter(name, tuple(sorted(ranks))) for name, ranks in holders.items() if len(ranks) > 1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpfinetune.dist import all_reduce_buckets
+from mpfinetune.errors import ModelError
 
 if TYPE_CHECKING:
     from mpfinetune.strategies.base import Strategy
@@ -78,6 +79,8 @@ class PlainUpdate:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.scale = scale or LossScale()
+        self.not_finite: list[str] = []  # this rank's parameters whose gradients spoilt the last update
+        self._gradients_are_checked = False
 
     @property
     def loss_scale(self) -> float:
@@ -88,12 +91,19 @@ class PlainUpdate:
 
         Returns:
             The norm of the unscaled gradients over all parameters, and whether it was not finite, in which case nothing was changed.
+
+        Raises:
+            ModelError: at the first update, on every rank: parameters that should learn have no gradient.
         """
+        if not self._gradients_are_checked:
+            self._check_every_parameter_has_a_gradient()
+            self._gradients_are_checked = True
         self._reduce_gradients()
         context = self.strategy.context
         squares = context.sum_over_world(self._own_gradient_squares() / context.replicas)
         norm = math.sqrt(float(squares)) / self.scale.value if float(squares) >= 0 else math.nan
         overflow = not math.isfinite(norm)
+        self.not_finite = self._names_not_finite() if overflow else []
         if not overflow:
             clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
             self.optimizer.step(lr, clip / self.scale.value)
@@ -117,13 +127,34 @@ class PlainUpdate:
             parameters = self.strategy.named_parameters().values()
             all_reduce_buckets([p.grad for p in parameters if p.grad is not None], self.strategy.context.replica_group)
 
+    def _check_every_parameter_has_a_gradient(self) -> None:
+        """What has none now is not reached by the loss and would never move; a shared parameter needs one on some rank only."""
+        strategy = self.strategy
+        parameters = strategy.named_parameters()
+        learning = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        reached = {name for name in learning if parameters[name].grad is not None}
+        gathered = strategy.context.gather_objects((learning, reached))
+        missing = sorted(set().union(*(of_rank for of_rank, _ in gathered)) - set().union(*(of_rank for _, of_rank in gathered)))
+        if missing:
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise ModelError(
+                f"frozen: {shown} should learn, but the loss of the first update gives no gradient there: the model does not use it for this task. "
+                "Add it to frozen (names, modules or globs), or narrow trainable."
+            )
+
+    def _names_not_finite(self) -> list[str]:
+        parameters = self.strategy.named_parameters()
+        return [name for name, p in parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+
     def _own_gradient_squares(self) -> Tensor:
         """Sum of squares over the parameters of which this rank is the first holder, in fp64."""
         parameters, own = self.strategy.named_parameters(), self.strategy.first_held_names()
         gradients = [p.grad for name, p in parameters.items() if name in own and p.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.strategy.context.device)
-        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+        # strategy local holds parameters on several devices
+        norms = [norm.double().to(self.strategy.context.device) for norm in torch._foreach_norm(gradients)]
+        return torch.stack(norms).square().sum()
 
 
 def zero_gradient(parameter: nn.Parameter) -> Tensor:

@@ -13,6 +13,8 @@ from mpfinetune.config import save_config
 from mpfinetune.dist import DistContext, init_distributed
 from mpfinetune.errors import CheckpointError
 from mpfinetune.models.load import weight_files
+from mpfinetune.planning.device_map import parameters_by_device
+from mpfinetune.planning.engines import engine_lines
 from mpfinetune.planning.plan import plan_rows
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
@@ -35,6 +37,13 @@ def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
     )
     rows = [(row[0], row[1], row[2], *row[3:]) for row in plan_rows(plan)]
     reporter.table("what each rank holds", PLAN_COLUMNS, rows)
+    for line in (*plan.notes, *engine_lines(plan)):
+        reporter.say(line)
+    if plan.placement is not None:
+        for note in plan.placement.notes:
+            reporter.say(note)
+        counts = parameters_by_device(plan.placement, planned.facts)
+        reporter.say("parameters by device: " + ", ".join(f"{device}: {count:,}" for device, count in counts.items()))
     reporter.say(
         f"batch: {plan.global_size} rows per update = {plan.microbatches} microbatches x {plan.micro_size} rows x {plan.replicas} replica(s)"
         + (f"; a rank idles {plan.bubble:.0%} of a step if the stages take equally long" if plan.pipeline_ranks > 1 else "")
