@@ -12,7 +12,7 @@ from mpfinetune.planning.fallback import fall_back, one_card_only
 from mpfinetune.planning.tensor_bytes import learning_names
 
 if TYPE_CHECKING:
-    from mpfinetune.planning.plan import RankPlan, World
+    from mpfinetune.planning.plan import Plan, RankPlan, World
 
 
 @dataclass(frozen=True)
@@ -81,3 +81,18 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
     if choice.offload_parameters != "none":
         host, weights = host + weights, 0
     return replace(row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host)
+
+
+def engine_lines(plan: Plan) -> list[str]:
+    """What the engine does, for people; nothing where there is none."""
+    if not plan.zero_stage:
+        return []
+    split = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")[plan.zero_stage - 1]
+    where = {"cpu": "in host memory", "nvme": "on disk"}
+    parts = (("optimizer states and fp32 masters", plan.offload_optimizer), ("weights", plan.offload_parameters))
+    moved = [f"{what} {where[device]}" for what, device in parts if device != "none"]
+    host = sum(row.host_bytes for row in plan.ranks) / 2**20
+    return [
+        f"DeepSpeed ZeRO-{plan.zero_stage}: {split} split over {plan.replicas} replica(s)"
+        + (f"; {', '.join(moved)} ({host:.1f} MiB over one replica's ranks)" if moved else "")
+    ]

@@ -23,6 +23,7 @@ from mpfinetune.dist import DistContext, choose_backend
 from mpfinetune.models.trainable import decays
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.strategies.deepspeed_ops import choose_accelerator
 from mpfinetune.strategies.update import zero_gradient
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class ProcessMap:
 
 def join_deepspeed(context: DistContext) -> Any:
     """Import deepspeed and let it use torch's process group, which is made here for a process that stands alone; returns the module."""
-    if context.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it takes a card that the run was told to leave alone
+    choose_accelerator(context.device.type)
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         dist.init_process_group(choose_backend(context.device.type), store=dist.HashStore(), rank=0, world_size=1, timeout=context.timeout)
@@ -219,7 +219,9 @@ class DeepSpeedUpdate:
         """The engine's flat fp32 partitions, which torch's optimizer updates."""
         if hasattr(self.zero, "fp32_partitioned_groups_flat"):
             return list(self.zero.fp32_partitioned_groups_flat)
-        return list(self.zero.single_partition_of_fp32_groups)
+        if hasattr(self.zero, "single_partition_of_fp32_groups"):
+            return list(self.zero.single_partition_of_fp32_groups)
+        return list(self.zero.fp32_groups_flat_partition)  # stage 1 with bf16 weights and no offload is another class
 
     def _step_count(self) -> int:
         states = [self.zero.optimizer.state.get(flat, {}) for flat in self._flat_parameters()]
@@ -264,6 +266,6 @@ def decays_whole(name: str, parameter: Tensor) -> bool:
 
 def gathered(parameter: nn.Parameter, writes: bool = False) -> Any:
     """A context in which a partitioned parameter is whole; ``writes``: what every rank puts in it is kept."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters([parameter], modifier_rank=0 if writes else None, enabled=hasattr(parameter, "ds_id"))
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if writes else None, enabled=hasattr(parameter, "ds_id"))

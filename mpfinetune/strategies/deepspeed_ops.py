@@ -17,7 +17,7 @@ _YOUNG_SECONDS = 10.0
 # What to do about a cause: the first row whose pattern is in the text.
 _CURES = (
     (r"Python\.h", "install Python's headers (Debian, Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel)"),
-    (r"[Nn]inja", "install ninja (pip install ninja)"),
+    (r"[Nn]inja is required|ninja not being installed|No module named .ninja", "install ninja (pip install ninja)"),
     (r"does not match the version torch was compiled with", "install the CUDA toolkit of torch's version, or set DS_SKIP_CUDA_CHECK=1"),
     (r"CUDA_HOME|nvcc", "install the CUDA toolkit (nvcc) of torch's version, or set CUDA_HOME to it"),
     (r"(c\+\+|g\+\+|cc1plus|compiler).*(not found|No such file)|(not found|No such file).*(c\+\+|g\+\+)", "install a C++ compiler (apt install g++)"),
@@ -28,12 +28,19 @@ _CAUSE = re.compile(r"error|not found|No such file|does not match|No space left|
 _NOT_THE_CAUSE = re.compile(r"^\s*(File \"|Traceback|The above exception|During handling|ninja: build stopped|Error building extension)")
 
 
-def prepare_ops(optimizer: str, parameters: str, say: Callable[[str], None]) -> None:
+def choose_accelerator(device_type: str) -> None:
+    """Before deepspeed is imported: on the CPU it would else take a card that the run was told to leave alone."""
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def prepare_ops(optimizer: str, parameters: str, device_type: str, say: Callable[[str], None]) -> None:
     """Build what the offload needs (``none``, ``cpu`` or ``nvme`` for each); a second process waits for the first and finds it built.
 
     Raises:
         LaunchError: it cannot be built or used here, with the first real cause and what to do.
     """
+    choose_accelerator(device_type)
     if "nvme" in (optimizer, parameters):
         check_async_io()
         build_op("async_io", "AsyncIOBuilder", say)

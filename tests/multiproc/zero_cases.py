@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.data.batches import GlobalBatch, count_targets
 from mpfinetune.dist import DistContext, make_context
-from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.models.facts import inspect_model
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.strategies.base import Strategy

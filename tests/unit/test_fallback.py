@@ -1,0 +1,161 @@
+"""One card where two were meant; and what a plan with a DeepSpeed engine refuses before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpfinetune.config import config_from_dict
+from mpfinetune.errors import ConfigError, LaunchError
+from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.planning.plan import Plan, World, make_plan
+from mpfinetune.strategies.deepspeed_config import engine_config
+from tests.families import tiny_config
+
+GIB = 2**30
+ONE_CARD = World("cuda", 1, device_bytes=24 * GIB)
+
+
+@pytest.fixture(scope="module")
+def facts() -> ModelFacts:
+    return inspect_model(tiny_config("llama"), "causal_lm")
+
+
+def plan(facts: ModelFacts, world: World, **changes: Any) -> Plan:
+    base = {"model": {"path": "x", "task": "causal_lm"}, "data": {"path": "y"}, "batch": {"global_size": 8, "micro_size": 2}, "run_dir": "r"}
+    return make_plan(config_from_dict({**base, "strategy": "pipeline", **changes}), facts, world)
+
+
+def engine(made: Plan) -> tuple[str, int, str, str]:
+    return made.strategy, made.zero_stage, made.offload_optimizer, made.offload_parameters
+
+
+@pytest.mark.parametrize("world_size", [None, 1])
+def test_one_card_goes_on_with_zero_and_the_same_global_batch(facts: ModelFacts, world_size: int | None) -> None:
+    made = plan(facts, World("cuda", 1, world_size, device_bytes=24 * GIB))
+    assert made.strategy == "zero" and made.world_size == 1 and made.global_size == 8 and made.microbatches == 4
+    (note,) = made.notes
+    assert note.startswith("the run is meant for 2 cards, and one is visible (CUDA_VISIBLE_DEVICES): going on there with strategy zero")
+
+
+def test_optimizer_leaves_the_card_first_then_the_weights(facts: ModelFacts) -> None:
+    count = facts.numel(facts.parameters)
+    for bytes_per_parameter, expected in ((30, (2, "none", "none")), (14, (2, "cpu", "none")), (4, (3, "cpu", "cpu"))):
+        made = plan(facts, World("cuda", 1, None, device_bytes=bytes_per_parameter * count))
+        assert engine(made) == ("zero", *expected)
+    on_host = plan(facts, World("cuda", 1, None, device_bytes=4 * count)).ranks[0]
+    assert (on_host.weight_bytes, on_host.optimizer_bytes, on_host.host_bytes) == (0, 0, 12 * count)
+
+
+def test_offload_that_was_asked_for_stays(facts: ModelFacts) -> None:
+    assert engine(plan(facts, ONE_CARD, offload={"optimizer": "cpu"})) == ("zero", 2, "cpu", "none")
+
+
+def test_an_explicit_map_for_two_falls_back_too_and_auto_with_it(facts: ModelFacts) -> None:
+    for strategy in ("auto", "pipeline"):
+        assert plan(facts, ONE_CARD, strategy=strategy, partition={"stages": ["embed, 0-1", "2-3, head"]}).strategy == "zero"
+
+
+def test_other_optimizers_go_on_with_local(facts: ModelFacts) -> None:
+    made = plan(facts, ONE_CARD, optimizer={"name": "sgd"})
+    assert engine(made) == ("local", 0, "none", "none") and "strategy local" in made.notes[0]
+
+
+def test_fallback_never_names_the_command(facts: ModelFacts) -> None:
+    with pytest.raises(LaunchError, match=r"fallback: never forbids .* torchrun --nproc_per_node 2 -m mpfinetune train CONFIG; .*fallback=auto"):
+        plan(facts, ONE_CARD, fallback="never")
+
+
+def test_two_processes_on_one_card_are_told_which_command_to_use(facts: ModelFacts) -> None:
+    with pytest.raises(LaunchError, match=r"2 processes were started on this host, but one card is visible .*torchrun --nproc_per_node 1"):
+        plan(facts, World("cuda", 1, 2, 2))
+
+
+def test_two_hosts_with_one_card_each_are_a_pipeline(facts: ModelFacts) -> None:
+    made = plan(facts, World("cuda", 1, 2, processes_per_host=1))
+    assert made.strategy == "pipeline" and made.world_size == 2 and not made.notes
+
+
+def test_the_cpu_pretends_only_where_devices_says_so(facts: ModelFacts) -> None:
+    assert plan(facts, World("cpu", 1, 2, 2)).strategy == "pipeline"
+    made = plan(facts, World("cpu", 1, None), devices=1)
+    assert engine(made) == ("zero", 2, "cpu", "none") and "(devices: 1)" in made.notes[0]
+    with pytest.raises(LaunchError, match="--nproc_per_node 1"):
+        plan(facts, World("cpu", 1, 2, 2), devices=1)
+
+
+def test_plan_of_zero_counts_rows_and_bytes(facts: ModelFacts) -> None:
+    whole = facts.numel(facts.parameters) * 4
+    shares = {1: (whole, whole, whole), 2: (whole, whole // 2, whole), 3: (whole // 2, whole // 2, whole)}
+    for stage, (weights, gradients, optimizer) in shares.items():
+        made = plan(facts, World("cpu", 2, 2), strategy="zero", zero={"stage": stage})
+        row = made.ranks[0]
+        assert (made.pipeline_ranks, made.replicas, made.microbatches, made.padded_rows(5)) == (1, 2, 2, 8)
+        assert (row.weight_bytes, row.gradient_bytes, row.optimizer_bytes) == (weights, gradients, optimizer)
+
+
+REFUSED: list[tuple[str, dict[str, Any], World]] = [
+    ("DeepSpeed refuses fp16 on the CPU", {"precision": "fp16", "offload": {"optimizer": "cpu"}}, World("cpu", 2, 2)),
+    ("DeepSpeed refuses fp16 on the CPU", {"precision": "fp16", "strategy": "zero"}, World("cpu", 1, 1)),
+    ("wrong numbers without an error", {"strategy": "zero", "offload": {"optimizer": "nvme", "nvme_path": "/x"}}, World("cuda", 2, 2)),
+    ("zero.stage: 3 given with an adapter", {"strategy": "zero", "zero": {"stage": 3}, "adapter": {"type": "lora"}}, World("cuda", 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes", "world"), REFUSED)
+def test_what_an_engine_cannot_do_is_refused_with_the_reason(facts: ModelFacts, reason: str, changes: dict[str, Any], world: World) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan(facts, world, **changes)
+
+
+# --- DeepSpeed's JSON ---------------------------------------------------------------------------------------------------------------
+
+
+def json_of(facts: ModelFacts, deepspeed: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    base = {"model": {"path": "x", "task": "causal_lm"}, "data": {"path": "y"}, "batch": {"global_size": 8, "micro_size": 2}, "run_dir": "r"}
+    config = config_from_dict({**base, "strategy": "zero", "deepspeed": deepspeed, **changes})
+    return engine_config(config, make_plan(config, facts, World("cpu", 2, 2)))
+
+
+def test_json_comes_from_the_config(facts: ModelFacts) -> None:
+    made = json_of(facts, {}, zero={"stage": 3}, offload={"optimizer": "cpu", "parameters": "cpu"}, train={"clip_norm": None}, precision="bf16")
+    assert made["zero_optimization"]["stage"] == 3 and made["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert made["gradient_clipping"] == 0.0 and made["bf16"] == {"enabled": True} and "gradient_allreduce_op" not in made
+    assert json_of(facts, {})["gradient_allreduce_op"] == "sum"
+
+
+def test_expert_keys_pass_through(facts: ModelFacts) -> None:
+    given = {"zero_optimization": {"reduce_bucket_size": 1000, "round_robin_gradients": True}, "wall_clock_breakdown": True, "gradient_clipping": 1.0}
+    made = json_of(facts, given, offload={"optimizer": "cpu"})
+    assert made["zero_optimization"] == {
+        **json_of(facts, {}, offload={"optimizer": "cpu"})["zero_optimization"],
+        "reduce_bucket_size": 1000,
+        "round_robin_gradients": True,
+    }
+    assert made["wall_clock_breakdown"] is True
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_clipping": 5.0}, r"deepspeed.gradient_clipping: 5.0 \(float\) given, but train.clip_norm of this config .* makes it 1.0"),
+    ({"train_micro_batch_size_per_gpu": "2"}, r"'2' \(str\) given, but batch.micro_size .* makes it 2 \(int\)"),
+    ({"gradient_accumulation_steps": 3}, r"deepspeed.gradient_accumulation_steps: 3 .* makes it 2"),
+    ({"train_batch_size": 16}, r"deepspeed.train_batch_size: 16 .*batch.global_size .* makes it 8"),
+    ({"zero_optimization": {"stage": 3}}, r"deepspeed.zero_optimization.stage: 3 .* zero.stage .* makes it 2"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, r"offload_optimizer.device: 'cpu' .*offload.optimizer"),
+    ({"bf16": {"enabled": True}}, r"deepspeed.bf16: .* precision of this config"),
+    ({"optimizer": {"type": "Adam"}}, r"deepspeed.optimizer: .* optimizer of this config"),
+    ({"zero_optimization": {"reduce_bucket_size": "auto"}}, r"deepspeed.zero_optimization.reduce_bucket_size: 'auto' given"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), CONTRADICTIONS)
+def test_expert_keys_that_contradict_are_refused_naming_both(facts: ModelFacts, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        json_of(facts, given)
+
+
+def test_all_contradictions_are_told_at_once(facts: ModelFacts) -> None:
+    with pytest.raises(ConfigError) as raised:
+        json_of(facts, {"gradient_clipping": 5.0, "train_batch_size": 16})
+    assert "gradient_clipping" in str(raised.value) and "train_batch_size" in str(raised.value)
