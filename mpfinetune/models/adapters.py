@@ -136,12 +136,6 @@ def base_facts(facts: ModelFacts) -> ModelFacts:
     return dataclasses.replace(facts, parameters={n: p for n, p in facts.parameters.items() if n not in added}, adapted=frozenset())
 
 
-def base_facts(facts: ModelFacts) -> ModelFacts:
-    """The facts of the model without its adapters: what ``facts_with_adapters`` was given."""
-    added = facts.adapter_names
-    return dataclasses.replace(facts, parameters={n: p for n, p in facts.parameters.items() if n not in added}, adapted=frozenset())
-
-
 def merge_adapters(stage: StageModule, facts: ModelFacts) -> None:
     """Add the adapters to the weights they stand on and take them away; for a base that is not quantised."""
     assert not getattr(stage.model, "is_loaded_in_4bit", False) and not getattr(stage.model, "is_loaded_in_8bit", False)
@@ -163,9 +157,8 @@ def write_adapter_files(
     """
     from safetensors.torch import save_file
 
-    config = _lora_config(
-        facts, adapter, sorted(facts.adapted), task_type=_TASK_TYPES[facts.task], base_model_name_or_path=base, modules_to_save=sorted(modules) or None
-    )
+    about = {"task_type": _TASK_TYPES[facts.task], "base_model_name_or_path": base, "modules_to_save": sorted(modules) or None}
+    config = _lora_config(facts, adapter, sorted(facts.adapted), **about)
     config.inference_mode = True
     config.save_pretrained(folder)
     # peft drops the last part of DoRA's magnitude in files.

@@ -19,7 +19,7 @@ from torch import nn
 
 from mpfinetune.errors import ModelError
 from mpfinetune.models.facts import ModelFacts
-from mpfinetune.models.quantize import TensorQuantizer
+from mpfinetune.models.quantize import TensorQuantizer, return_freed_memory
 from mpfinetune.models.stage import StageModule
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def load_stage(
     drawn = sorted(missing - _tied_aliases(model, facts))
     _draw_parameters(model, set(drawn), device_of, seed, quantizer)
     _tie(model, facts)
+    if quantizer is not None:
+        return_freed_memory()
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, f"parameters without a value: {left[:5]}"
     return drawn

@@ -6,7 +6,9 @@ backward pass gives the gradient of its input. What is quantised is never moved 
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,13 +86,15 @@ class TensorQuantizer:
         """A weight as the files hold it ([out, in], gpt2's Conv1D [in, out]) as bitsandbytes' parameter on ``device``."""
         import bitsandbytes as bnb
 
+        return_freed_memory()
         if self.layers[name.rpartition(".")[0]].transposed:
             weight = weight.T
-        # A copy where it lies in the right type already: int8's class quantises in place, from the CPU only.
         weight = weight.detach().to(self.dtype).contiguous()
+        parameter: Any
         if self.kind == "nf4":
             parameter = bnb.nn.Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4", blocksize=BLOCK)
         else:
+            # Its class quantises while it leaves the CPU, and nowhere else.
             parameter = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
         quantised: nn.Parameter = parameter.to(device)
         return quantised
@@ -104,11 +108,20 @@ class TensorQuantizer:
         return self
 
     def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Tensor]:
-        result = {}
+        result: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
             result[name] = self.quantise(name, tensor, tensor.device)
         return result
+
+
+def return_freed_memory() -> None:
+    """Give what was freed back to the system. glibc keeps the room of the full-precision tensors, scattered between the small quantised ones:
+    a llama of 302 MiB in bf16 ended at 313 MiB instead of 100."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
 
 
 def replace_linears(stage: StageModule, facts: ModelFacts, kind: Kind, dtype: torch.dtype) -> TensorQuantizer | None:

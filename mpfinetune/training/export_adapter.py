@@ -198,7 +198,8 @@ class _ShardWriter:
     def close(self) -> None:
         if self._pending:
             self._flush()
-        count, weight_map = len(self._files), {}
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._files, start=1):
             name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
             path.rename(self.folder / name)

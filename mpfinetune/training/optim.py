@@ -35,7 +35,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerConfig, paged: 
 
     kind = bnb.optim.PagedAdamW8bit if paged else bnb.optim.AdamW8bit
     wide = {id(parameter) for group in groups for parameter in group.pop("wide", ())}
-    optimizer = kind(groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps)
+    optimizer: Any = kind(groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps)
     own_config = optimizer.get_config
 
     def get_config(group_index: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
