@@ -179,6 +179,7 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     """Check everything; then either go on as one of torchrun's ranks (or as the only process), or start the ranks and wait."""
     from mpfinetune.dist import environment_int, launched_by_torchrun
     from mpfinetune.launcher import start_processes
+    from mpfinetune.strategies.deepspeed_ops import prepare_ops
     from mpfinetune.training.prepare import plan_run, prepare_run
     from mpfinetune.training.run import show_plan
 
@@ -189,6 +190,8 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
         show_plan(planned, reporter)
     # The starting process has said what there is to say about the data.
     prepared = prepare_run(planned, reporter.say if not started_here else lambda text: None)
+    # In every process: the first builds, the others wait for it and find it built.
+    prepare_ops(planned.plan.offload_optimizer, planned.plan.offload_parameters, planned.plan.device_type, reporter.say)
     if as_rank or planned.plan.world_size == 1:
         return prepared
     os.environ[_STARTED_HERE] = "1"

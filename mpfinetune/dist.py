@@ -121,6 +121,19 @@ def visible_devices(config: RunConfig) -> int:
     return min(config.devices or torch.cuda.device_count(), torch.cuda.device_count())
 
 
+def visible_cards(config: RunConfig) -> list[tuple[str, tuple[int, int], int]]:
+    """(name, compute capability, bytes of memory) of the CUDA cards that the run may use; empty on the CPU."""
+    if device_type(config) == "cpu":
+        return []
+    cards = [torch.cuda.get_device_properties(index) for index in range(visible_devices(config))]
+    return [(card.name, (card.major, card.minor), card.total_memory) for card in cards]
+
+
+def processes_per_host() -> int | None:
+    """How many processes torchrun has started on this host; None before the launch."""
+    return environment_int("LOCAL_WORLD_SIZE") if launched_by_torchrun() and "LOCAL_WORLD_SIZE" in os.environ else None
+
+
 def choose_backend(device: str) -> str:
     """NCCL for CUDA cards where torch has it (not on Windows), else gloo."""
     return "nccl" if device == "cuda" and dist.is_nccl_available() else "gloo"

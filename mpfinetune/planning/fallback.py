@@ -44,7 +44,9 @@ def fall_back(config: RunConfig, meant: int, parameters: int, learning: int, dev
             f"{found}, and fallback: never forbids to go on with one. Make {meant} visible and start it with: torchrun --nproc_per_node {meant} "
             "-m mpfinetune train CONFIG; or start it on this one with: mpfinetune train CONFIG fallback=auto"
         )
-    if config.optimizer.name != "adamw" or config.quantize != "none" or (config.precision == "fp16" and device_type == "cpu"):
+    # The engine knows one update rule and whole weights; an adapter has hardly an optimizer to offload; DeepSpeed has no fp16 on the CPU.
+    other = config.optimizer.name != "adamw" or config.quantize != "none" or config.adapter.type != "none"
+    if other or (config.precision == "fp16" and device_type == "cpu"):
         return OneCard("local", 0, "none", "none", f"{found}: going on there with strategy local, with the same global batch and numbers")
     stage, optimizer, weights = _offload_for(config, parameters, learning, device_bytes)
     where = {"none": "on the card", "cpu": "in host memory", "nvme": "on disk"}
@@ -59,7 +61,8 @@ def fall_back(config: RunConfig, meant: int, parameters: int, learning: int, dev
 def _offload_for(config: RunConfig, parameters: int, learning: int, device_bytes: int | None) -> tuple[int, str, str]:
     """(stage, optimizer, parameters): as much on the card as fits there, the optimizer leaving first, then the weights."""
     narrow = config.precision != "fp32"
-    weights, gradients, states = parameters * (2 if narrow else 4), learning * 4, learning * (12 if narrow else 8)
+    # Two moments and an fp32 master, which the engine keeps even of fp32 weights.
+    weights, gradients, states = parameters * (2 if narrow else 4), learning * 4, learning * 12
     wished = config.offload.optimizer
     if device_bytes is None:
         return 2, wished if wished != "none" else "cpu", "none"

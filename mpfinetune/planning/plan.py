@@ -147,7 +147,8 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         precision=config.precision,
         total_parameters=facts.numel(facts.parameters),
         ranks=tuple(
-            rank_bytes(_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank), engine, replicas) for rank in range(pipeline_ranks)
+            rank_bytes(_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank), engine, replicas, config.precision)
+            for rank in range(pipeline_ranks)
         ),
         zero_stage=engine.zero_stage,
         offload_optimizer=engine.offload_optimizer,

@@ -14,13 +14,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mpfinetune.dist import DistContext
 from mpfinetune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mpfinetune.strategies.base import Strategy
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -47,6 +50,35 @@ class RankTensors:
 
     weights: dict[str, Tensor]
     states: dict[str, Tensor]
+
+
+def tensors_of(strategy: Strategy) -> RankTensors:
+    """What this rank gives to a checkpoint: of the parameters of which it is the first holder, weights in full precision and states; collective.
+
+    Under ZeRO the tensors are gathered one by one, and only the first replica, which writes, keeps them.
+    """
+    assert strategy.update is not None
+    own = strategy.first_held_names() & strategy.saved_names()
+    weights = {name: p.detach() for name, p in strategy.named_parameters().items()} | strategy.update.weight_tensors()
+    states = strategy.update.state_tensors()
+    return RankTensors(
+        {name: tensor for name, tensor in weights.items() if name in own},
+        {key: tensor for key, tensor in states.items() if key.rpartition("/")[0] in own},
+    )
+
+
+def load_into(strategy: Strategy, checkpoint: Path) -> None:
+    """Weights and optimizer states of a checkpoint, for this rank's parameters; collective.
+
+    Raises:
+        CheckpointError: see ``restore``.
+    """
+    assert strategy.update is not None
+    shapes, saved = strategy.parameter_shapes(), strategy.saved_names()
+    for names in strategy.loading_groups():
+        tensors = restore(checkpoint, {name: shapes[name] for name in names if name in saved})
+        strategy.set_weights(tensors.weights)
+        strategy.update.load(tensors.weights, tensors.states)
 
 
 def save_checkpoint(folder: Path, state: RunState, tensors: RankTensors, context: DistContext) -> Path:

@@ -17,12 +17,14 @@ import torch
 
 from mpfinetune.data.batches import GlobalBatch, UpdateLoader
 from mpfinetune.errors import CheckpointError
-from mpfinetune.models.load import stream_seed
+from mpfinetune.models.load import stream_seed, weight_files
+from mpfinetune.planning.tensor_bytes import EIGHT_BIT
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
-from mpfinetune.strategies.update import LossScale, PlainUpdate
-from mpfinetune.training.checkpoint import RankTensors, RunState, check_identity, prune, read_state, restore, save_checkpoint
+from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
+from mpfinetune.strategies.update import LossScale, PlainUpdate, Update
+from mpfinetune.training.checkpoint import RunState, check_identity, load_into, prune, read_state, save_checkpoint, tensors_of
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.learning_rate import learning_rate
 from mpfinetune.training.optim import NamedOptimizer
@@ -51,8 +53,7 @@ class Trainer:
         self.total_updates = run.total_updates()
         self.checkpoints = Path(self.config.run_dir) / "checkpoints"
         self.state = RunState(identity=self._identity())
-        optimizer = NamedOptimizer(strategy.named_parameters(), self.config.optimizer)
-        self.update = PlainUpdate(strategy, optimizer, self.config.train.clip_norm, LossScale.for_precision(self.config.precision))
+        self.update = self._make_update()
         strategy.update = self.update
         self.skipped_in_a_row = 0
 
@@ -98,14 +99,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present state; collective."""
-        own = self.strategy.first_held_names()
-        weights = {name: p.detach() for name, p in self.strategy.named_parameters().items()} | self.update.weight_tensors()
-        states = self.update.state_tensors()
-        tensors = RankTensors(
-            {name: tensor for name, tensor in weights.items() if name in own},
-            {key: tensor for key, tensor in states.items() if key.rpartition("/")[0] in own},
-        )
-        saved = save_checkpoint(self.checkpoints, self.state, tensors, self.strategy.context)
+        saved = save_checkpoint(self.checkpoints, self.state, tensors_of(self.strategy), self.strategy.context)
         if self.strategy.context.rank == 0:
             prune(self.checkpoints, self.config.checkpoint.keep, saved)
         self.reporter.say(f"saved {saved}")
@@ -128,12 +122,13 @@ class Trainer:
 
     def load_weights(self, checkpoint: Path) -> None:
         """Weights and optimizer state of a checkpoint, for this rank's parameters."""
-        parameters = self.strategy.named_parameters()
-        tensors = restore(checkpoint, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors.weights[name])
-        self.update.load(tensors.weights, tensors.states)
+        load_into(self.strategy, checkpoint)
+
+    def _make_update(self) -> Update:
+        if self.strategy.plan.zero_stage:
+            return DeepSpeedUpdate(self.strategy, self.config)
+        optimizer = NamedOptimizer(self.strategy.named_parameters(), self.config.optimizer, self.run.planned.facts.embeddings)
+        return PlainUpdate(self.strategy, optimizer, self.config.train.clip_norm, LossScale.for_precision(self.config.precision))
 
     def _updates(self) -> Iterator[tuple[int, int, GlobalBatch]]:
         """(epoch, index in the epoch, batch) from the present position to the end of the run."""
@@ -159,9 +154,11 @@ class Trainer:
         self.skipped_in_a_row += 1
         self.reporter.say(f"update {state.step} skipped: the gradient's norm is {outcome.grad_norm}; weights and optimizer are unchanged")
         if self.skipped_in_a_row > self.config.train.max_skipped_updates:
+            spoilt = sorted({name for names in self.strategy.context.gather_objects(getattr(self.update, "not_finite", [])) for name in names})
             raise NotFinite(
                 f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (train.max_skipped_updates); the newest checkpoint "
-                f"in {self.checkpoints} is from before. Try a smaller optimizer.lr, more warm-up, or precision: fp32."
+                f"in {self.checkpoints} is from before. First of {len(spoilt)} such parameters: {', '.join(spoilt[:5])}. "
+                "Try a smaller optimizer.lr, more warm-up, or precision: fp32."
             )
 
     def _log(self, epoch: float, batch: GlobalBatch, outcome: StepOutcome, lr: float, seconds: float) -> None:
@@ -182,9 +179,21 @@ class Trainer:
             skipped=outcome.skipped,
         )
 
+    def _adapter_identity(self) -> dict[str, Any]:
+        """A checkpoint of an adapter run holds what learns; the base is read from the model's files, and must be the same one."""
+        identity: dict[str, Any] = {"adapter.type": self.config.adapter.type, "quantize": self.config.quantize}
+        if self.config.optimizer.name in EIGHT_BIT:
+            identity["optimizer.stable_embedding"] = self.config.optimizer.stable_embedding
+        if self.config.adapter.type != "none":
+            adapter = self.config.adapter
+            identity |= {"adapter.rank": adapter.rank, "adapter.alpha": adapter.alpha, "adapter.targets": adapter.targets}
+            identity["base weights, which are not in the checkpoint"] = _base_identity(self.run.folder)
+        return identity
+
     def _identity(self) -> dict[str, Any]:
         """What the order of the rows and the meaning of the state depend on; strategy, map and micro size are free to change."""
         return {
+            **self._adapter_identity(),
             "model": self.run.planned.facts.model_type,
             "optimizer.name": self.config.optimizer.name,
             "batch.global_size": self.config.batch.global_size,
@@ -193,6 +202,11 @@ class Trainer:
             "data.max_length": self.config.data.max_length,
             "number of training rows": len(self.run.data.train),
         }
+
+
+def _base_identity(folder: Path | None) -> Any:
+    """What an adapter run's checkpoints do not hold, and from where it comes; the size of each file tells another base."""
+    return "drawn from train.seed" if folder is None else {file.name: file.stat().st_size for file in weight_files(folder)}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

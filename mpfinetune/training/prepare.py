@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpfinetune.config import RunConfig
 from mpfinetune.data.batches import LengthRule, UpdateLoader
 from mpfinetune.data.tasks import GLUE_TASKS, LoadedData, choose_pad_token, load_rows
-from mpfinetune.dist import device_type, visible_devices
+from mpfinetune.dist import device_type, processes_per_host, visible_cards, visible_devices
 from mpfinetune.errors import ConfigError
+from mpfinetune.models.adapters import facts_with_adapters
 from mpfinetune.models.architecture import load_hf_config, load_tokenizer, resolve_model_folder
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.load import weight_files
+from mpfinetune.planning.capability import Card, judge_precision
 from mpfinetune.planning.plan import Plan, World, make_plan
+from mpfinetune.strategies.deepspeed_config import engine_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -81,9 +84,15 @@ def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
     """
     wanted_labels = config.model.num_labels or (GLUE_TASKS[config.data.task].num_labels if config.data.task else None)
     hf_config = load_hf_config(config.model, wanted_labels)
-    facts = inspect_model(hf_config, config.model.task, config.model.attention)
-    world = World(device_type(config), visible_devices(config), world_size)
-    plan = make_plan(config, facts, world)
+    facts = facts_with_adapters(inspect_model(hf_config, config.model.task, config.model.attention), config.adapter)
+    cards = visible_cards(config)
+    advice = judge_precision(config.precision, [Card(name, capability) for name, capability, _ in cards])
+    here = processes_per_host() if world_size is not None else None
+    smallest = min((size for *_, size in cards), default=None)
+    plan = make_plan(config, facts, World(device_type(config), visible_devices(config), world_size, here, smallest))
+    plan = replace(plan, notes=(*plan.notes, *advice))
+    if plan.zero_stage:
+        engine_config(config, plan)  # expert keys that contradict the config are said now
     return PlannedRun(config, hf_config, facts, plan, getattr(hf_config, "num_labels", 1))
 
 

@@ -45,7 +45,8 @@ def test_optimizer_leaves_the_card_first_then_the_weights(facts: ModelFacts) -> 
         made = plan(facts, World("cuda", 1, None, device_bytes=bytes_per_parameter * count))
         assert engine(made) == ("zero", *expected)
     on_host = plan(facts, World("cuda", 1, None, device_bytes=4 * count)).ranks[0]
-    assert (on_host.weight_bytes, on_host.optimizer_bytes, on_host.host_bytes) == (0, 0, 12 * count)
+    # weights, two moments, masters and the masters' gradients
+    assert (on_host.weight_bytes, on_host.optimizer_bytes, on_host.host_bytes) == (0, 0, 20 * count)
 
 
 def test_offload_that_was_asked_for_stays(facts: ModelFacts) -> None:
@@ -57,8 +58,9 @@ def test_an_explicit_map_for_two_falls_back_too_and_auto_with_it(facts: ModelFac
         assert plan(facts, ONE_CARD, strategy=strategy, partition={"stages": ["embed, 0-1", "2-3, head"]}).strategy == "zero"
 
 
-def test_other_optimizers_go_on_with_local(facts: ModelFacts) -> None:
-    made = plan(facts, ONE_CARD, optimizer={"name": "sgd"})
+@pytest.mark.parametrize("changes", [{"optimizer": {"name": "sgd"}}, {"adapter": {"type": "lora"}}])
+def test_what_the_engine_does_not_know_goes_on_with_local(facts: ModelFacts, changes: dict[str, Any]) -> None:
+    made = plan(facts, ONE_CARD, **changes)
     assert engine(made) == ("local", 0, "none", "none") and "strategy local" in made.notes[0]
 
 
@@ -87,7 +89,8 @@ def test_the_cpu_pretends_only_where_devices_says_so(facts: ModelFacts) -> None:
 
 def test_plan_of_zero_counts_rows_and_bytes(facts: ModelFacts) -> None:
     whole = facts.numel(facts.parameters) * 4
-    shares = {1: (whole, whole, whole), 2: (whole, whole // 2, whole), 3: (whole // 2, whole // 2, whole)}
+    states = 3 * whole // 2  # two moments and a master of each parameter
+    shares = {1: (whole, whole, states), 2: (whole, whole // 2, states), 3: (whole // 2, whole // 2, states)}
     for stage, (weights, gradients, optimizer) in shares.items():
         made = plan(facts, World("cpu", 2, 2), strategy="zero", zero={"stage": stage})
         row = made.ranks[0]
