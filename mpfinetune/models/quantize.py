@@ -56,6 +56,16 @@ def left_layers(facts: ModelFacts, kind: Kind) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
+def in_words(facts: ModelFacts, kind: Kind) -> str:
+    """How many layers are quantised and which are left, for the run's messages."""
+    chosen, left = quantised_layers(facts, kind), left_layers(facts, kind)
+    words = f"quantize: {len(chosen)} of {len(facts.linears)} linear layers of the blocks in {kind}; embeddings, norms and head keep the precision"
+    if left:
+        endings = sorted({f"{name.rpartition('.')[2]} ({reason})" for name, reason in left.items()})
+        words += f"; so do {len(left)} layers: {', '.join(endings)}"
+    return words
+
+
 def quantised_bytes(linear: LinearFacts, kind: Kind) -> int:
     """Bytes of one layer's weight with its statistics."""
     count = linear.in_features * linear.out_features

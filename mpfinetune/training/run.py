@@ -13,6 +13,7 @@ from mpfinetune.config import save_config
 from mpfinetune.dist import DistContext, init_distributed
 from mpfinetune.errors import CheckpointError
 from mpfinetune.models.load import weight_files
+from mpfinetune.models.quantize import in_words
 from mpfinetune.planning.device_map import parameters_by_device
 from mpfinetune.planning.engines import engine_lines
 from mpfinetune.planning.plan import plan_rows
@@ -44,6 +45,8 @@ def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
             reporter.say(note)
         counts = parameters_by_device(plan.placement, planned.facts)
         reporter.say("parameters by device: " + ", ".join(f"{device}: {count:,}" for device, count in counts.items()))
+    if planned.config.quantize != "none":
+        reporter.say(in_words(planned.facts, planned.config.quantize))
     reporter.say(
         f"batch: {plan.global_size} rows per update = {plan.microbatches} microbatches x {plan.micro_size} rows x {plan.replicas} replica(s)"
         + (f"; a rank idles {plan.bubble:.0%} of a step if the stages take equally long" if plan.pipeline_ranks > 1 else "")

@@ -11,7 +11,7 @@ import torch
 from mpfinetune.errors import ConfigError
 from mpfinetune.models.architecture import construct_model
 from mpfinetune.models.facts import inspect_model
-from mpfinetune.models.quantize import left_layers, quantised_layers
+from mpfinetune.models.quantize import in_words, left_layers, quantised_layers
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.planning.tensor_bytes import learning_names
@@ -101,6 +101,8 @@ def test_short_rows_keep_their_precision_and_are_named() -> None:
     left = left_layers(facts, "nf4")
     assert set(left) == {f"model.layers.{block}.mlp.down_proj" for block in range(4)}
     assert "96 weights is no multiple of nf4's block of 64" in next(iter(left.values()))
+    assert "24 of 28 linear layers of the blocks in nf4" in in_words(facts, "nf4")
+    assert "so do 4 layers: down_proj (a row of 96 weights" in in_words(facts, "nf4")
     assert not set(left) & set(quantised_layers(facts, "nf4")) and left_layers(facts, "int8") == {}
 
 
