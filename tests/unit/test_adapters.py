@@ -206,7 +206,7 @@ def test_a_merge_that_changes_the_outputs_is_not_published(tmp_path: Path, monke
     save_base("llama", tmp_path / "base")
     _, checkpoint = train_and_save(wanted, tmp_path / "base", updates=1)
     monkeypatch.setitem(exports.MERGE_TOLERANCE, "fp32", -1.0)
-    with pytest.raises(CheckpointError, match="export --merge: merged model against base .* nothing was written"):
+    with pytest.raises(CheckpointError, match=r"export --merge: merged model against base .* nothing was written"):
         exports.export_merged(planned_run(wanted, tmp_path / "base"), checkpoint, TOKENIZER, tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "checkpoints"]
 
@@ -214,7 +214,7 @@ def test_a_merge_that_changes_the_outputs_is_not_published(tmp_path: Path, monke
 def test_merge_without_an_adapter_is_refused(tmp_path: Path) -> None:
     save_base("llama", tmp_path / "base")
     planned = planned_run(case("llama", adapter={"type": "none"}), tmp_path / "base")
-    with pytest.raises(ConfigError, match="export --merge: adapter.type is none"):
+    with pytest.raises(ConfigError, match=r"export --merge: adapter.type is none"):
         exports.export_merged(planned, tmp_path, TOKENIZER, tmp_path / "merged")
 
 

@@ -85,7 +85,7 @@ def test_a_state_of_another_type_than_asked_for_is_seen(monkeypatch: pytest.Monk
     built = optimizer(parameters())
     assert built.optimizer is not None
     monkeypatch.setattr(built.optimizer.args, "optim_bits", 32)  # type: ignore[attr-defined]
-    with pytest.raises(AssertionError, match="layer.weight: state1 is torch.float32, wanted torch.uint8"):
+    with pytest.raises(AssertionError, match=r"layer.weight: state1 is torch.float32, wanted torch.uint8"):
         updates(built, 0, 1)
 
 
@@ -108,7 +108,7 @@ def test_eight_bit_stays_near_32_bit() -> None:
 def test_states_of_another_setting_are_refused() -> None:
     first = optimizer(parameters(), stable_embedding=False)
     updates(first, 0, 1)
-    with pytest.raises(CheckpointError, match="state1 of embed.weight is torch.uint8 .* torch.float32 here; put optimizer.name"):
+    with pytest.raises(CheckpointError, match=r"state1 of embed.weight is torch.uint8 .* torch.float32 here; put optimizer.name"):
         optimizer(parameters()).load(first.weight_tensors(), first.state_tensors())
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = save_checkpoint(
         tmp_path, RunState(identity={"optimizer.name": "adamw_8bit"}), RankTensors({}, {}), DistContext(0, 1, torch.device("cpu"))
     )
-    with pytest.raises(CheckpointError, match="optimizer.name was 'adamw_8bit' and is 'adamw'"):
+    with pytest.raises(CheckpointError, match=r"optimizer.name was 'adamw_8bit' and is 'adamw'"):
         check_identity(saved, {"optimizer.name": "adamw"})
 
 
