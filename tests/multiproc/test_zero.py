@@ -143,3 +143,14 @@ def test_parts_of_the_model_that_learn_nothing(two_ranks: RankPool) -> None:
     assert engine[0]["norms"] == pytest.approx(without["norms"], abs=TOLERANCE)
     for name, value in without["weights"].items():
         torch.testing.assert_close(weights_of(engine)[name], value, atol=TOLERANCE, rtol=0)
+
+
+def test_stage_3_loads_a_part_at_a_time(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 20, "num_attention_heads": 8}
+    LlamaForCausalLM(LlamaConfig(num_key_value_heads=8, **sizes)).save_pretrained(tmp_path)
+    # The allocator would keep freed tensors for the next ones, and the measurement would show its habits.
+    with RankPool(2, environment={"MALLOC_MMAP_THRESHOLD_": "131072"}) as pool:
+        for seen in pool.run("tests.multiproc.zero_cases:load_bytes", {"folder": str(tmp_path), "part_bytes": 8 * 2**20}, LIMIT_SECONDS):
+            assert seen["peak"] < seen["whole"] / 2 + seen["largest_part"] + 16 * 2**20 < seen["whole"]

@@ -153,3 +153,40 @@ def plain(task: Task) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "norms": norms, "weights": {facts.canonical_name(n): p.detach().clone() for n, p in named.items()}}
+
+
+def load_bytes(folder: str, part_bytes: int) -> dict[str, float]:
+    """Memory of this process while stage 3 reads a model from its files: bytes of the whole, of the largest part, of the peak."""
+    import threading
+    import time
+    from unittest import mock
+
+    import psutil
+
+    from mpfinetune.models.architecture import load_hf_config
+    from mpfinetune.strategies import zero
+
+    config = config_of(Task("llama"), {"strategy": "zero", "zero": {"stage": 3}, "model": {"path": folder, "task": "causal_lm"}})
+    hf_config = load_hf_config(config.model, None)
+    facts = inspect_model(hf_config, "causal_lm")
+    plan = make_plan(config, facts, World("cpu", 2, dist.get_world_size()))
+    context = make_context(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), 1, timedelta(seconds=60))
+    zero.join_deepspeed(context)
+    parts = zero.part_spans(facts, 4, part_bytes)
+    process, seen, done = psutil.Process(), [0.0], threading.Event()
+    before = process.memory_full_info().uss
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(float(process.memory_full_info().uss - before))
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with mock.patch.object(zero, "part_spans", lambda *_: parts):
+        strategy, _ = build_strategy(config, hf_config, facts, plan, context, loss_sum_for("causal_lm", 2), Path(folder))
+    done.set()
+    watcher.join()
+    assert all(parameter.numel() == 0 for parameter in strategy.named_parameters().values() if parameter.ds_persist is False)
+    largest = max(facts.numel(part.parameter_names(facts)) for part in parts) * 4
+    return {"whole": facts.numel(facts.parameters) * 4, "largest_part": largest, "peak": max(seen)}
