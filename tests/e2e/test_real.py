@@ -50,9 +50,8 @@ def test_first_losses_on_mrpc_equal_one_process(tmp_path: Path) -> None:
         "data.eval_rows=16", "eval.at_start=false", "checkpoint.save_final=false", "checkpoint.every_steps=null", "eval.every_steps=null",
     )
     two_ranks = losses(train("mrpc_two_cards.yaml", tmp_path / "pipeline", *overrides, timeout_seconds=180))
-    one_process = losses(
-        train("mrpc_two_cards.yaml", tmp_path / "local", *overrides, "strategy=local", "partition.rule=null", "partition.stages=[]", timeout_seconds=180)
-    )
+    whole = ("strategy=local", "partition.rule=null", "partition.stages=[]")
+    one_process = losses(train("mrpc_two_cards.yaml", tmp_path / "local", *overrides, *whole, timeout_seconds=180))
     assert len(two_ranks) == 20
     worst = max(abs(a - b) for a, b in zip(two_ranks, one_process, strict=True))
     assert worst <= 1e-4, f"losses differ by up to {worst:.2e}, tolerance 1e-4: {two_ranks} against {one_process}"

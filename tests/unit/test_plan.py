@@ -74,7 +74,7 @@ def test_stages_per_rank() -> None:
 @pytest.mark.parametrize(
     ("changes", "world", "message"),
     [
-        (TWO, World("cpu", 2, 3), r"3 processes were started, .* a multiple of 2. Start it with: torchrun --nproc_per_node 2 -m mpfinetune train CONFIG"),
+        (TWO, World("cpu", 2, 3), r"3 processes were started, .* multiple of 2. Start it with: torchrun --nproc_per_node 2 -m mpfinetune train"),
         (TWO, World("cpu", 2, 1), r"1 processes were started, .*torchrun --nproc_per_node 2 -m mpfinetune train"),
         (FOUR, World("cpu", 2, 2), r"the plan has 4 pipeline ranks, .*torchrun --nproc_per_node 4 -m"),
         ({"strategy": "local"}, World("cpu", 2, 2), r"strategy: local runs in one process, but 2 were started; use .*--nproc_per_node 1"),
