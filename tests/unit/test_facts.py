@@ -188,7 +188,7 @@ def test_config_mistakes_name_the_key(tmp_path: Path) -> None:
 def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "llama-1b").mkdir()
     (tmp_path / "file").write_text("")
-    for name, message in (("llama-1b", "has no config.json"), ("file", "is a file"), ("lama-1b", r"no such folder .* \(did you mean .*llama-1b'\?\)")):
+    for name, message in (("llama-1b", "has no config.json"), ("file", "is a file"), ("lama-1b", r"no such folder .*did you mean .*llama-1b'")):
         with pytest.raises(ModelError, match=message):
             load_hf_config(ModelConfig(path=str(tmp_path / name)), None)
 
@@ -196,7 +196,8 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
 # --- size -------------------------------------------------------------------------------------------------------------------------
 
 SEVENTY_BILLION = {
-    "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8,
 }  # fmt: skip
 INSPECT = """
 import json, resource, sys, time
