@@ -86,7 +86,9 @@ def export(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     checkpoint: CheckpointOption = "last",
-    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: run_dir/export, with --merge run_dir/merged.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="New folder to write. Default: run_dir/export, with --merge run_dir/merged, which is replaced.")
+    ] = None,
     merge: Annotated[bool, typer.Option(help="Of an adapter run: merge the adapter into the unquantised base, and compare the outputs.")] = False,
 ) -> None:
     """Write a checkpoint as a plain Hugging Face folder (of an adapter run, as peft's adapter folder), in one process."""
@@ -95,10 +97,13 @@ def export(
         from mpfinetune.models.architecture import load_tokenizer
         from mpfinetune.training.export import export_checkpoint
         from mpfinetune.training.export_adapter import export_merged
+        from mpfinetune.training.export_folder import check_output
         from mpfinetune.training.prepare import plan_run
         from mpfinetune.training.run import choose_checkpoint, kind_of_export
 
         chosen = choose_checkpoint(settings.run_dir, checkpoint)
+        if output is not None:
+            check_output(output)
         target = output or Path(settings.run_dir) / ("merged" if merge else "export")
         planned = plan_run(settings, None)
         if merge:
@@ -134,51 +139,59 @@ def _run(config_path: Path, overrides: list[str] | None, body: Callable[[RunConf
     except _Launched as launched:
         raise typer.Exit(launched.exit_code) from None
     except UserError as error:
-        _tell(error, rank)
-        _end_process(EXIT_USER_ERROR)
+        _end_process(_tell_once(error))
     except Exception as error:
         from mpfinetune.training.loop import NotFinite, Stopped
 
-        if isinstance(error, Stopped):
+        if isinstance(error, (NotFinite, Stopped)):  # on all ranks at once
             if rank == "0":
-                print("mpfinetune: stopped by a signal; the state is saved and `mpfinetune train` goes on from it", file=sys.stderr)
-        elif isinstance(error, NotFinite):
-            if rank == "0":
-                print(f"mpfinetune: {error}", file=sys.stderr)
-        else:
-            print(f"mpfinetune: rank {rank} failed; this is a defect of mpfinetune or of a library below it", file=sys.stderr)
-            traceback.print_exception(error)
-        _end_process(EXIT_FAILURE)
+                said = "stopped by a signal; the state is saved and `mpfinetune train` goes on from it" if isinstance(error, Stopped) else error
+                print(f"mpfinetune: {said}", file=sys.stderr)
+            _end_process(EXIT_FAILURE)
+        _end_process(_tell_defect_once(error, rank))
     raise typer.Exit(EXIT_DONE)
 
 
 def _end_process(exit_code: int) -> None:
     """A rank that failed must not wait in a destructor for the others, so it ends without the interpreter's usual tidying."""
-    import torch.distributed as dist
+    from mpfinetune.dist import is_met
 
-    if dist.is_available() and dist.is_initialized():
+    if is_met():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
     raise typer.Exit(exit_code)
 
 
-def _tell(error: UserError, rank: str) -> None:
-    import torch.distributed as dist
+def _tell_once(error: UserError) -> int:
+    """Before the processes meet every rank finds the same, and rank 0 says it; later the first that fails does. Returns the exit code."""
+    from mpfinetune.dist import first_failure, is_met, is_silent_rank
 
-    if rank == "0":
+    before = first_failure(EXIT_USER_ERROR)
+    if before is None and (is_met() or not is_silent_rank()):
         print_error(error)
-    elif dist.is_available() and dist.is_initialized():
-        print(f"rank {rank}:", file=sys.stderr)
-        print_error(error)
-    else:
-        time.sleep(_SILENT_RANK_SECONDS)
+        return EXIT_USER_ERROR
+    time.sleep(_SILENT_RANK_SECONDS)
+    return EXIT_USER_ERROR if before is None else before
+
+
+def _tell_defect_once(error: Exception, rank: str) -> int:
+    """Most ranks only fail since another has: those say nothing, and end as it did."""
+    from mpfinetune.dist import first_failure
+
+    before = first_failure(EXIT_FAILURE)
+    if before is None:
+        print(f"mpfinetune: rank {rank} failed; this is a defect of mpfinetune or of a library below it", file=sys.stderr)
+        traceback.print_exception(error)
+        return EXIT_FAILURE
+    time.sleep(_SILENT_RANK_SECONDS)
+    return before
 
 
 def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[str]):  # type: ignore[no-untyped-def]
     """Check everything; then either go on as one of torchrun's ranks (or as the only process), or start the ranks and wait."""
     from mpfinetune.dist import environment_int, launched_by_torchrun
-    from mpfinetune.launcher import start_processes
+    from mpfinetune.launcher import end_with_launcher, start_processes
     from mpfinetune.strategies.deepspeed_ops import prepare_ops
     from mpfinetune.training.prepare import plan_run, prepare_run
     from mpfinetune.training.run import show_plan
@@ -186,6 +199,8 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     as_rank = launched_by_torchrun()
     planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None)
     started_here = os.environ.get(_STARTED_HERE) == "1"
+    if started_here:
+        end_with_launcher()
     if not started_here:
         show_plan(planned, reporter)
     # The starting process has said what there is to say about the data.

@@ -164,7 +164,7 @@ class AdapterConfig:
     rank: int = option(16, "Inner size of an adapter.")
     alpha: int = option(32, "The adapter's output is scaled by alpha / rank (rslora: alpha / sqrt(rank)).")
     dropout: float = option(0.0, "Dropout before the adapter. In [0, 1).")
-    targets: Any = option("all-linear", "`all-linear` (every linear layer of the blocks) or a list of module names or endings, like [q_proj, v_proj].")
+    targets: Any = option("all-linear", "`all-linear` (every linear layer of the blocks) or a list of names or endings, like [q_proj, v_proj].")
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpfinetune.config import RunConfig
-from mpfinetune.errors import LaunchError
+from mpfinetune.errors import EXIT_FAILURE, LaunchError
 
 _BUCKET_ELEMENTS = 8 * 2**20
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -74,6 +74,16 @@ class DistContext:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def is_met() -> bool:
+    """Whether the processes have met."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_silent_rank() -> bool:
+    """Whether rank 0 says for this process, too, what every rank finds alike. With half of the launcher's variables there is no rank 0."""
+    return os.environ.get("RANK", "0") != "0" and all(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
 def launched_by_torchrun() -> bool:
@@ -180,6 +190,23 @@ def make_context(rank: int, world_size: int, device: torch.device, pipeline_rank
         group = dist.new_group(ranks, timeout=timeout) if replicas > 1 else None
         context.replica_group = group if rank in ranks else context.replica_group
     return context
+
+
+def first_failure(exit_code: int) -> int | None:
+    """Note that this rank fails, once the processes have met.
+
+    Returns:
+        None on the first rank that does, whose error is the cause; else that rank's exit code: the others fail alike, or for want of it.
+    """
+    if not is_met():
+        return None
+    claim = f"{dist.get_rank()} {exit_code}"
+    try:
+        # The launcher keeps the store, so it outlives the ranks; an exchange between them could wait for one that is gone.
+        first = dist.distributed_c10d._get_default_store().compare_set("mpfinetune/first_failure", "", claim).decode()
+    except (dist.DistError, RuntimeError):  # the store is gone, and so is the rank that was first
+        return EXIT_FAILURE
+    return None if first == claim else int(first.split()[1])
 
 
 def all_reduce_buckets(tensors: Iterable[Tensor], group: Any) -> None:

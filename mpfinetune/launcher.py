@@ -8,10 +8,13 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR
 
+_WATCH_SECONDS = 0.5
 _ENDED_BY_SIGNAL = {
     -signal.SIGKILL: "killed (signal 9): most often the kernel, for want of host memory; take a smaller batch.micro_size or data.max_length",
     -signal.SIGSEGV: "crashed (signal 11) in native code",
@@ -62,6 +65,22 @@ def start_processes(world_size: int, arguments: list[str], port: int | None, say
             print(f"mpfinetune: stopped by signal {int(stopped.sigval)}", file=sys.stderr)
             return EXIT_FAILURE
     return EXIT_DONE
+
+
+def end_with_launcher() -> None:
+    """Called by a rank that the command has started: when the launcher is killed, the rank gets one SIGTERM, so it saves and stops.
+
+    The launcher gives each rank a session of its own; without this it would train on, unseen, into a folder that the next run uses.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Not the kernel's parent-death signal: it may come once for each thread of the launcher, and a second SIGTERM ends at once.
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _is_free(port: int) -> bool:

@@ -109,7 +109,7 @@ SEQUENCE_CLASSIFICATION: dict[str, dict[str, Any]] = {
 }
 # Beyond the 34: blocks that return tuples of a length the stub must keep, and families that are refused with a reason.
 DEBERTA_V2 = _encoder(relative_attention=True, max_relative_positions=16, position_buckets=8, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm")
-ALBERT = _encoder(embedding_size=16)
+ALBERT = _encoder(embedding_size=16, classifier_dropout_prob=0.0)
 T5 = {"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4, "dropout_rate": 0.0}
 
 FAMILIES: dict[str, dict[str, Any]] = {**CAUSAL_LM, **SEQUENCE_CLASSIFICATION}

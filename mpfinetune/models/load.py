@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpfinetune.errors import ModelError
 from mpfinetune.models.facts import ModelFacts
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # The device of a parameter or buffer, by its full name in the model.
 DeviceOf = Callable[[str], torch.device]
+_PIECE_BYTES = 2**18  # small enough that the allocator reuses the place of the last piece
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -103,15 +104,13 @@ def _read_own_tensors(
     from transformers.modeling_utils import LoadStateDictConfig
 
     slices: dict[str, Any] = {}
-    handles = []
+    dtype = quantizer.dtype if quantizer is not None else next(model.parameters()).dtype
     try:
         for file in weight_files(folder):
             # pread, not mmap: pages of a mapped file would count as this rank's memory beside the parameters themselves.
             handle = safe_open(file, framework="pt", device="cpu", backend="pread")
-            handles.append(handle)
-            slices.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a dict)
+            slices.update({name: _FileTensor(handle, name, dtype) for name in handle.keys()})  # noqa: SIM118 (not a dict)
         conversions: Any = get_model_conversion_mapping(model)
-        dtype = quantizer.dtype if quantizer is not None else next(model.parameters()).dtype
         # Ours answers what the loader asks of transformers' own quantizers.
         hf_quantizer: Any = quantizer
         wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -128,6 +127,30 @@ def _read_own_tensors(
         details = [str(item) for item in [*info.mismatched_keys, *info.conversion_errors.values(), *info.error_msgs]]
         raise ModelError(f"model.path: tensors in '{folder}' do not fit the model: " + "; ".join(details[:5]))
     return wanted & set(info.missing_keys)
+
+
+class _FileTensor:
+    """A tensor in a file, read when it is indexed: in pieces that take the model's type on the way.
+
+    safetensors' own slice holds the bytes a second time while it makes a tensor of them, which for an embedding is many.
+    """
+
+    def __init__(self, handle: Any, name: str, dtype: torch.dtype) -> None:
+        self._handle, self._name, self._dtype = handle, name, dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self._handle.get_slice(self._name)
+        shape = part.get_shape()
+        if index is not Ellipsis or not shape or 0 in shape:
+            return part[index]
+        first = part[0:1]
+        if not first.is_floating_point():
+            return part[index]
+        whole = torch.empty(shape, dtype=self._dtype)
+        rows = max(1, _PIECE_BYTES // first.nbytes)
+        for start in range(0, shape[0], rows):
+            whole[start : start + rows] = part[start : min(start + rows, shape[0])]
+        return whole
 
 
 def _with_tied_copies(model: PreTrainedModel, facts: ModelFacts, slices: dict[str, Any]) -> dict[str, Any]:

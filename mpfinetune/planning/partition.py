@@ -157,34 +157,32 @@ def _units_of_token(token: str, path: str, facts: ModelFacts, problems: list[str
 
 
 def _owners_from_device_map(device_map: dict[str, int], facts: ModelFacts, problems: list[str]) -> Owners:
-    """The most specific entry decides, as in accelerate; an entry below a block is a cut inside it."""
-    given: dict[Unit, tuple[str, int]] = {}
-    owners: Owners = {}
-    inside: dict[Unit, dict[int, str]] = {}
-    for name, stage in sorted(device_map.items(), key=lambda item: item[0].count(".") if item[0] else -1):
-        units = _units_of_module(name, facts)
-        if not units:
-            if name in facts.module_names or name in facts.parameters:
-                continue  # without parameters of its own (a rotary table): every stage computes it
+    """Of the entries that contain a module the most specific decides, as in accelerate; an entry below a block is a cut inside it.
+
+    What has no parameters of its own (a rotary table) is ignored: every stage computes it.
+    """
+    for name in device_map:
+        if name and name not in facts.module_names and name not in facts.parameters:
             problems.append(f"partition.device_map: '{name}' is no module of this model{did_you_mean(name, _unit_names(facts))}")
-        for unit in units:
-            if _is_below_block(name, facts):
-                inside.setdefault(unit, {})[stage] = name
-            elif unit in given and given[unit][1] != stage and not given[unit][0].count(".") < name.count(".") and isinstance(unit, str):
-                owners.setdefault(unit, [given[unit][1]]).append(stage)
-            else:
-                given[unit] = (name, stage)
-                owners[unit] = [stage]
-    for unit, parts in inside.items():
-        stages = sorted(set(parts) | ({given[unit][1]} if unit in given else set()))
-        if len(stages) > 1:
+    owners: Owners = {}
+    for unit, module in _units_with_names(facts):
+        above = [name for name in device_map if _contains(name, module)]
+        below = [name for name in device_map if name != module and _contains(module, name)]
+        stages = {device_map[name] for name in [*sorted(above, key=len)[-1:], *below]}
+        if isinstance(unit, int) and len(stages) > 1:
             problems.append(
-                f"partition.device_map: {facts.blocks_path}.{unit} is cut inside ('{next(iter(parts.values()))}'): stages "
-                f"{' and '.join(map(str, stages))}. Residual connections add within a block, so a cut is allowed only between blocks; "
-                f"give '{facts.blocks_path}.{unit}' one stage"
+                f"partition.device_map: {module} is cut inside ('{below[0]}'): stages {' and '.join(map(str, sorted(stages)))}. Residual "
+                f"connections add within a block, so a cut is allowed only between blocks; give '{module}' one stage"
             )
-        owners.setdefault(unit, stages[:1])
+            stages = {min(stages)}
+        for stage in sorted(stages - set(owners.get(unit, []))):
+            owners.setdefault(unit, []).append(stage)
     return owners
+
+
+def _contains(outer: str, inner: str) -> bool:
+    """Whether the module ``outer`` is ``inner`` or holds it; '' is the whole model."""
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
 
 
 def _units_of_module(name: str, facts: ModelFacts) -> list[Unit]:
@@ -193,7 +191,7 @@ def _units_of_module(name: str, facts: ModelFacts) -> list[Unit]:
         return []
     covered: list[Unit] = []
     for unit, unit_name in _units_with_names(facts):
-        if not name or unit_name == name or unit_name.startswith(f"{name}.") or name.startswith(f"{unit_name}."):
+        if _contains(name, unit_name) or _contains(unit_name, name):
             covered += [unit] if unit not in covered else []
     return covered
 
@@ -207,10 +205,6 @@ def _unit_names(facts: ModelFacts) -> list[str]:
     return [name for _, name in _units_with_names(facts)]
 
 
-def _is_below_block(name: str, facts: ModelFacts) -> bool:
-    return name.startswith(f"{facts.blocks_path}.") and name.count(".") > facts.blocks_path.count(".") + 1
-
-
 def _check_owned_once(path: str, owners: Owners, facts: ModelFacts, problems: list[str]) -> None:
     units: list[Unit] = [PROLOGUE, *range(facts.num_blocks), EPILOGUE]
     missing = [_describe(unit, facts) for unit in units if unit not in owners]
@@ -219,7 +213,7 @@ def _check_owned_once(path: str, owners: Owners, facts: ModelFacts, problems: li
     for unit in units:
         stages = owners.get(unit, [])
         if len(stages) > 1:
-            problems.append(f"{path}: {_describe(unit, facts)} is given {len(stages)} times, to the stages {', '.join(map(str, stages))}")
+            problems.append(f"{path}: {_describe(unit, facts)} is given {len(stages)} times, to the stages {', '.join(map(str, sorted(stages)))}")
 
 
 def _describe(unit: Unit, facts: ModelFacts) -> str:

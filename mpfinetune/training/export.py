@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,15 @@ from torch import Tensor
 
 from mpfinetune.errors import CheckpointError
 from mpfinetune.models.architecture import TORCH_DTYPES
-from mpfinetune.training.export_adapter import empty_model, export_adapter, make_unfinished, publish, write_config_files
+from mpfinetune.training.export_adapter import export_adapter
+from mpfinetune.training.export_folder import empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> int:
+def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, output: Path) -> int:
     """Write the folder, one rank's part of the weights at a time; tied weights once. Of an adapter run, the adapter (``export_adapter``).
 
     The folder appears under its name only when it is complete and every tensor's shape has been checked against the model.
@@ -30,21 +30,18 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
     Raises:
         CheckpointError: the checkpoint does not hold exactly the model's parameters.
     """
-    config = planned.config
-    if planned.facts.adapted:
-        return export_adapter(planned, checkpoint, tokenizer, output)
-    model = empty_model(planned)
-    unfinished = make_unfinished(output)
-    written = _write_weights(model, checkpoint, TORCH_DTYPES[config.precision], unfinished)
     facts = planned.facts
-    # By the facts, not by the empty model: on the meta device tied weights are two parameters.
-    expected = {name: facts.parameters[name].shape for name in map(facts.canonical_name, facts.parameters)}
-    problems = [name for name in expected if written.get(name) != expected[name]] + [name for name in written if name not in expected]
-    if problems:
-        shutil.rmtree(unfinished)
-        raise CheckpointError(f"export: {checkpoint} does not hold the model's parameters as they should be: {', '.join(problems[:5])}")
-    write_config_files(planned, model, tokenizer, unfinished)
-    publish(unfinished, output)
+    if facts.adapted:
+        return export_adapter(planned, checkpoint, tokenizer, output)
+    with new_folder(output) as folder:
+        model = empty_model(planned)
+        written = _write_weights(model, checkpoint, TORCH_DTYPES[planned.config.precision], folder)
+        # By the facts, not by the empty model: on the meta device tied weights are two parameters.
+        expected = {name: facts.parameters[name].shape for name in map(facts.canonical_name, facts.parameters)}
+        problems = [name for name in expected if written.get(name) != expected[name]] + [name for name in written if name not in expected]
+        if problems:
+            raise CheckpointError(f"export: {checkpoint} does not hold the model's parameters as they should be: {', '.join(problems[:5])}")
+        write_config_files(planned, model, tokenizer, folder)
     return facts.numel(facts.parameters)
 
 

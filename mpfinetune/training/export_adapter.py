@@ -6,9 +6,7 @@ rounding would change the outputs. The merged files are read back and must give 
 
 from __future__ import annotations
 
-import copy
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,15 +18,16 @@ from torch import Tensor
 from mpfinetune.config import AdapterConfig, RunConfig
 from mpfinetune.errors import CheckpointError, ConfigError
 from mpfinetune.models.adapters import base_facts, merge_adapters, write_adapter_files
-from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta, resolve_model_folder
+from mpfinetune.models.architecture import resolve_model_folder
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule, StageSpan
 from mpfinetune.strategies.build import build_stage
 from mpfinetune.training.checkpoint import read_tensors
+from mpfinetune.training.export_folder import empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _FILE_BYTES = 2**30
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
@@ -51,7 +50,7 @@ class Merged:
         )
 
 
-def export_adapter(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> int:
+def export_adapter(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, output: Path) -> int:
     """Write adapter_config.json and adapter_model.safetensors, loadable by ``peft.PeftModel.from_pretrained(base, output)``.
 
     Returns:
@@ -68,10 +67,9 @@ def export_adapter(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedT
     if absent:
         for _, stage in _base_blocks(planned, facts, planned.config.adapter):
             weights |= {n: p.detach().float() for n, p in _named(stage, facts).items() if n in absent}
-    unfinished = make_unfinished(output)
-    write_adapter_files(unfinished, facts, planned.config.adapter, planned.config.model.path, weights, modules)
-    tokenizer.save_pretrained(unfinished)
-    publish(unfinished, output)
+    with new_folder(output) as folder:
+        write_adapter_files(folder, facts, planned.config.adapter, planned.config.model.path, weights, modules)
+        tokenizer.save_pretrained(folder)
     return sum(tensor.numel() for tensor in weights.values())
 
 
@@ -91,7 +89,7 @@ def _checkpoint_weights(planned: PlannedRun, checkpoint: Path) -> dict[str, Tens
     return weights
 
 
-def export_merged(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerBase, output: Path) -> Merged:
+def export_merged(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, output: Path) -> Merged:
     """Merge the adapter into the base's original weights, in the run's 16 or 32-bit precision, and write a plain Hugging Face folder.
 
     Raises:
@@ -103,11 +101,19 @@ def export_merged(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTo
     if not facts.adapted:
         raise ConfigError("export --merge: adapter.type is none, so there is nothing to merge; leave --merge out")
     weights = _checkpoint_weights(planned, checkpoint)
-    unfinished = make_unfinished(output)
+    with new_folder(output) as folder:
+        merged = _write_merged(planned, weights, tokenizer, folder)
+        if not merged.difference <= merged.tolerance:
+            raise CheckpointError(f"export --merge: {merged.in_words(config.precision)}; nothing was written to {output}")
+    return merged
+
+
+def _write_merged(planned: PlannedRun, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerFast, folder: Path) -> Merged:
+    facts, config = planned.facts, planned.config
     model = empty_model(planned)
     batch = _sample(planned)
     expected: Tensor | None = None
-    writer = _ShardWriter(model, unfinished)
+    writer = _ShardWriter(model, folder)
     for span, stage in _base_blocks(planned, facts, config.adapter):
         named = _named(stage, facts)
         with torch.no_grad():
@@ -120,14 +126,9 @@ def export_merged(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTo
     writer.close()
     missing = sorted({facts.canonical_name(name) for name in base_facts(facts).parameters} - writer.names)
     assert not missing, f"not written: {missing[:5]}"
-    write_config_files(planned, model, tokenizer, unfinished)
+    write_config_files(planned, model, tokenizer, folder)
     assert expected is not None
-    merged = Merged(base_facts(facts).numel(base_facts(facts).parameters), *_compare(planned, unfinished, batch, expected))
-    if not merged.difference <= merged.tolerance:
-        shutil.rmtree(unfinished)
-        raise CheckpointError(f"export --merge: {merged.in_words(config.precision)}; nothing was written to {output}")
-    publish(unfinished, output)
-    return merged
+    return Merged(base_facts(facts).numel(base_facts(facts).parameters), *_compare(planned, folder, batch, expected))
 
 
 def _compare(planned: PlannedRun, folder: Path, batch: dict[str, Tensor], expected: Tensor) -> tuple[float, float]:
@@ -207,37 +208,3 @@ class _ShardWriter:
         if count > 1:
             index: dict[str, Any] = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-# --- parts of any export ------------------------------------------------------------------------------------------------------------
-
-
-def empty_model(planned: PlannedRun) -> PreTrainedModel:
-    """The model's class without weights."""
-    config = planned.config
-    with parameters_on_meta():
-        return construct_model(planned.hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
-
-
-def make_unfinished(output: Path) -> Path:
-    """An empty folder beside the wanted one; ``publish`` gives it the name when it is complete."""
-    unfinished = output.with_name(f"{output.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
-
-
-def publish(unfinished: Path, output: Path) -> None:
-    shutil.rmtree(output, ignore_errors=True)
-    unfinished.rename(output)
-
-
-def write_config_files(planned: PlannedRun, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """config.json, generation_config.json where there is one, the tokenizer's files."""
-    hf_config = copy.deepcopy(planned.hf_config)  # the run's own copy has the generation cache as it was
-    hf_config.architectures = [type(model).__name__]
-    hf_config.dtype = TORCH_DTYPES[planned.config.precision]
-    hf_config.save_pretrained(folder)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

@@ -9,7 +9,9 @@ from mpfinetune.config import TrainConfig
 
 def warmup_updates(settings: TrainConfig, total_updates: int) -> int:
     """Number of updates over which the rate rises from 0."""
-    return settings.warmup_steps if settings.warmup_steps is not None else math.ceil(settings.warmup_ratio * total_updates)
+    if settings.warmup_steps is not None:
+        return settings.warmup_steps
+    return math.ceil(round(settings.warmup_ratio * total_updates, 6))  # rounded first: 0.1 of 30 is 3.0000000000000004 in floating point
 
 
 def learning_rate(settings: TrainConfig, peak: float, applied_updates: int, total_updates: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from mpfinetune.config import RunConfig
 from mpfinetune.data.batches import LengthRule, UpdateLoader
 from mpfinetune.data.tasks import GLUE_TASKS, LoadedData, choose_pad_token, load_rows
 from mpfinetune.dist import device_type, processes_per_host, visible_cards, visible_devices
-from mpfinetune.errors import ConfigError
+from mpfinetune.errors import ConfigError, ModelError
 from mpfinetune.models.adapters import facts_with_adapters
 from mpfinetune.models.architecture import load_hf_config, load_tokenizer, resolve_model_folder
 from mpfinetune.models.facts import ModelFacts, inspect_model
@@ -84,7 +85,9 @@ def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
     """
     wanted_labels = config.model.num_labels or (GLUE_TASKS[config.data.task].num_labels if config.data.task else None)
     hf_config = load_hf_config(config.model, wanted_labels)
-    facts = facts_with_adapters(inspect_model(hf_config, config.model.task, config.model.attention), config.adapter)
+    if config.model.task == "causal_lm":
+        _check_causal(hf_config)
+    facts = facts_with_adapters(inspect_model(_runnable(hf_config), config.model.task, config.model.attention), config.adapter)
     cards = visible_cards(config)
     advice = judge_precision(config.precision, [Card(name, capability) for name, capability, _ in cards])
     here = processes_per_host() if world_size is not None else None
@@ -94,6 +97,25 @@ def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
     return PlannedRun(config, hf_config, facts, plan, getattr(hf_config, "num_labels", 1))
+
+
+def _check_causal(hf_config: PretrainedConfig) -> None:
+    """transformers builds a next-token head on encoders, too, with a warning; each token would see the one that it has to predict."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    if type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf_config, "is_decoder", False):
+        raise ModelError(
+            f"model.task: causal_lm given, but {hf_config.model_type} is an encoder that reads in both directions, so every token would see "
+            "the next one; take a decoder (llama, gpt2, ...), or set model.overrides: {is_decoder: true} if it is meant"
+        )
+
+
+def _runnable(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """For the run with fake tensors: a decoder's classification head refuses several rows without a pad token, which is chosen later."""
+    runnable = copy.deepcopy(hf_config)
+    if getattr(runnable, "pad_token_id", None) is None and not getattr(runnable, "is_encoder_decoder", False):
+        runnable.pad_token_id = 0
+    return runnable
 
 
 def prepare_run(planned: PlannedRun, say: Say) -> PreparedRun:
@@ -108,6 +130,12 @@ def prepare_run(planned: PlannedRun, say: Say) -> PreparedRun:
         folder = resolve_model_folder(config.model, weights=True)
         weight_files(folder)
     tokenizer = load_tokenizer(config.model)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # What transformers makes of a folder without tokenizer files: every word would be unknown.
+        raise ModelError(
+            f"model.tokenizer: no tokenizer can be loaded from '{config.model.tokenizer or config.model.path}': it has special tokens only "
+            f"({len(tokenizer)}), no words; give the folder with tokenizer.json or the vocabulary"
+        )
     vocabulary = planned.hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise ConfigError(
@@ -115,7 +143,9 @@ def prepare_run(planned: PlannedRun, say: Say) -> PreparedRun:
             "they do not belong together"
         )
     pad_token_id = choose_pad_token(tokenizer, say)
-    if getattr(planned.hf_config, "pad_token_id", None) is None:
-        planned.hf_config.pad_token_id = pad_token_id  # a decoder's classification head looks for the last token that is no padding
+    # A decoder's classification head looks for the last token that is no padding. A causal LM is not told: its embedding would leave
+    # the row of that token, often EOS, without a gradient.
+    if config.model.task == "sequence_classification" and getattr(planned.hf_config, "pad_token_id", None) is None:
+        planned.hf_config.pad_token_id = pad_token_id
     data = load_rows(config, tokenizer, planned.num_labels, planned.facts.max_positions, say)
     return PreparedRun(planned, folder, tokenizer, data, pad_token_id)

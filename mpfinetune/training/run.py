@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpfinetune.config import save_config
 from mpfinetune.dist import DistContext, init_distributed
-from mpfinetune.errors import CheckpointError
+from mpfinetune.errors import CheckpointError, DataError
 from mpfinetune.models.load import weight_files
 from mpfinetune.models.quantize import in_words
 from mpfinetune.planning.device_map import parameters_by_device
@@ -20,7 +20,7 @@ from mpfinetune.planning.plan import plan_rows
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.build import build_strategy
-from mpfinetune.training.checkpoint import best_checkpoint, find_checkpoint, list_checkpoints, what_is_missing
+from mpfinetune.training.checkpoint import best_checkpoint, complete_checkpoints, find_checkpoint
 from mpfinetune.training.export import export_checkpoint
 from mpfinetune.training.loop import Trainer, progress_summary
 from mpfinetune.training.loss import loss_sum_for
@@ -84,8 +84,10 @@ def train(run: PreparedRun, reporter: Reporter) -> None:
             trainer.fit()
         finally:
             trainer.tracker.close()
-        saved = [path for path in list_checkpoints(trainer.checkpoints) if what_is_missing(path) is None]
-        if saved and context.rank == 0:
+        saved = complete_checkpoints(trainer.checkpoints)
+        if not saved:
+            reporter.say("no checkpoint was saved (checkpoint.save_final: false), so nothing is exported")
+        elif context.rank == 0:
             export(run, saved[-1], run_dir / "export", reporter)
         context.barrier()
 
@@ -96,6 +98,8 @@ def evaluate(run: PreparedRun, which: str, reporter: Reporter) -> dict[str, floa
     Raises:
         UserError: no such checkpoint, or launch problems.
     """
+    if not run.data.evaluation:
+        raise DataError("data.eval_path: there are no held-out rows to score; name a file, or set data.eval_fraction")
     checkpoint = None if which == "base" else choose_checkpoint(run.config.run_dir, which)
     with _processes(run) as context:
         trainer = _trainer(run, context, reporter, tracking=False)

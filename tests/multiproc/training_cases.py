@@ -147,7 +147,7 @@ def train(
     for step, batch in enumerate(batches):
         if step == len(batches) - 1:
             strategy.evaluate(batch, lambda out, labels: logits.append(out.detach().float().clone()))
-        torch.manual_seed(stream_seed(SEED, step, rank))
+        torch.manual_seed(stream_seed(SEED, "update", step, rank))  # as the training loop does
         with _poisoned(strategy, poison if poison is not None and poison[0] == step else None):
             outcomes.append(strategy.train_step(batch, LR, stop_requested=rank == stop_rank and step == 1))
     assert isinstance(strategy.optimizer, NamedOptimizer)
@@ -184,7 +184,7 @@ def dropout_masks(problem: Problem, changes: dict[str, Any]) -> dict[str, Any]:
     original = nn.functional.dropout
 
     def recorded(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if training and p > 0:
+        if training and p > 0 and type(values) is Tensor:  # not the fake tensors of the model's inspection
             masks.append(original(torch.ones_like(values), p, training) != 0)
             return values * masks[-1] / (1 - p)
         return original(values, p, training, inplace)
@@ -234,11 +234,11 @@ def _plain_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimize
 
 
 def _plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the targets that count, as a sum over them one by one; 0 where none does."""
+    """The mean over the targets that count, picked out beforehand; 0 where there are none."""
     if labels.is_floating_point():
-        terms = [(logits[row, 0] - labels[row]) ** 2 for row in range(len(labels)) if not math.isnan(labels[row])]
-    else:
-        if labels.ndim == 2:
-            logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        terms = [-logits[row].log_softmax(-1)[labels[row]] for row in range(len(labels)) if labels[row] >= 0]
-    return torch.stack(terms).mean() if terms else logits.sum() * 0.0
+        kept = [row for row in range(len(labels)) if not math.isnan(labels[row])]
+        return nn.functional.mse_loss(logits[kept, 0], labels[kept]) if kept else logits.sum() * 0.0
+    if labels.ndim == 2:
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    kept = [target for target in range(len(labels)) if labels[target] >= 0]
+    return nn.functional.cross_entropy(logits[kept], labels[kept]) if kept else logits.sum() * 0.0

@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 PART_OF_MODULE = {
     "__init__": "package",
     "__main__": "cli",
+    "launcher": "cli",
     "config_files": "config",
     "config_rules": "config",
     "config_values": "config",

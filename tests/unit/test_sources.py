@@ -134,7 +134,7 @@ def test_non_utf8_names_line_and_byte_offset(tmp_path: Path) -> None:
 
 def test_utf16_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "train.jsonl", '{"text": "a"}\n'.encode("utf-16"))
-    with pytest.raises(DataError, match="is UTF-16 text; data.path must name a UTF-8 file"):
+    with pytest.raises(DataError, match=r"is UTF-16 text; data.path must name a UTF-8 file"):
         sources.read_jsonl(path, "data.path")
 
 

@@ -1,0 +1,83 @@
+"""The parts of any exported folder: complete or not there, config and tokenizer as the base had them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpfinetune.data.tasks import choose_pad_token
+from mpfinetune.errors import ConfigError
+from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta, resolve_model_folder
+from mpfinetune.training.prepare import PlannedRun
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder beside the wanted one, which takes its name (and replaces it) when the body is done, and vanishes when it fails."""
+    output = output.absolute()
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    shutil.rmtree(output, ignore_errors=True)
+    unfinished.rename(output)
+
+
+def check_output(output: Path) -> None:
+    """A folder that the user names is not ours to replace.
+
+    Raises:
+        ConfigError: it is there and holds something, or is a file.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError(f"--output: '{output}' exists and is not an empty folder; name a new one, or remove it first")
+
+
+def empty_model(planned: PlannedRun) -> PreTrainedModel:
+    """The model's class without weights."""
+    config = planned.config
+    with parameters_on_meta():
+        return construct_model(planned.hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
+
+
+def write_config_files(planned: PlannedRun, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """config.json, generation_config.json where the model generates, the tokenizer's files."""
+    hf_config = copy.deepcopy(planned.hf_config)  # the run's own copy has the generation cache as it was
+    hf_config.architectures = [type(model).__name__]
+    hf_config.dtype = TORCH_DTYPES[planned.config.precision]
+    _tell_pad_token(planned, hf_config, tokenizer)
+    hf_config.save_pretrained(folder)
+    if model.can_generate():
+        _generation_config(planned).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tell_pad_token(planned: PlannedRun, hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """What padded the rows while training pads them afterwards: a decoder with a classification head needs it for more than one row."""
+    pad_token_id = choose_pad_token(tokenizer, lambda text: None)
+    if getattr(hf_config, "pad_token_id", None) is None:
+        hf_config.pad_token_id = pad_token_id
+    # A causal LM's tokenizer stays as it is: collators of other tools would take every EOS that is also the pad token out of the loss.
+    if planned.config.model.task == "sequence_classification" and tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def _generation_config(planned: PlannedRun) -> GenerationConfig:
+    """The base model's own (its stop tokens, its sampling), else what transformers derives from the configuration."""
+    from transformers import GenerationConfig
+
+    folder = resolve_model_folder(planned.config.model, weights=False)
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(planned.hf_config)
