@@ -185,9 +185,6 @@ class TrainConfig:
 class EvalConfig:
     every_steps: int | None = option(None, "Evaluate every N updates, besides the end. Null: only at the end.")
     at_start: bool = option(True, "Evaluate once before the first update, so that the gain is seen.")
-    full_precision_every: int | None = option(
-        None, "Every N evaluations, score once more in fp32: what rounding costs is seen. Only for half-precision or quantised runs."
-    )
 
 
 @dataclass
@@ -211,7 +208,9 @@ class RunConfig:
     model: ModelConfig = section(ModelConfig, "What is fine-tuned.")
     data: DataConfig = section(DataConfig, "What it learns from.")
     strategy: Strategy = option(
-        "auto", "`pipeline`: blocks over processes; `local`: one process, the reference; `auto`: pipeline for more than one stage, else local."
+        "auto",
+        "`pipeline`: blocks over processes; `local`: one process, on one device (the reference) or several; `zero`: DeepSpeed ZeRO, the whole "
+        "model in each process; `auto`: pipeline for more than one stage, else local.",
     )
     partition: PartitionConfig = section(PartitionConfig, "Which blocks belong to which stage.")
     schedule: Schedule = option("1f1b", "Order of the microbatches' forward and backward passes in the pipeline.")

@@ -191,9 +191,15 @@ RULES: tuple[Rule, ...] = (
         "none without an adapter: quantised weights have no gradient; set adapter.type: lora",
     ),
     Rule(
-        "quantize",
-        lambda c: c.quantize == "none" or c.strategy != "zero",
-        "none for strategy: zero, which cannot partition packed weights; take strategy: pipeline or local",
+        "adapter.type",
+        lambda c: c.adapter.type == "none" or (c.strategy != "zero" and c.offload.optimizer == "none"),
+        "none for strategy: zero and for offload.optimizer: cpu, whose engines would round the fp32 adapters; take strategy: pipeline "
+        "without offload (an adapter's optimizer states are small)",
+    ),
+    Rule(
+        "adapter.type",
+        lambda c: c.adapter.type == "none" or c.strategy != "local" or not (c.partition.device_map or c.partition.local_overlap),
+        "none for strategy: local over several devices; take strategy: pipeline, or local on one device",
     ),
     Rule("adapter.rank", lambda c: c.adapter.rank >= 1, "at least 1"),
     Rule("adapter.alpha", lambda c: c.adapter.alpha >= 1, "at least 1"),
@@ -202,16 +208,6 @@ RULES: tuple[Rule, ...] = (
         "adapter.targets",
         lambda c: c.adapter.targets == "all-linear" or (isinstance(c.adapter.targets, list) and bool(c.adapter.targets)),
         "all-linear, or a list of module names or endings",
-    ),
-    Rule(
-        "eval.full_precision_every",
-        lambda c: c.eval.full_precision_every is None or c.eval.full_precision_every >= 1,
-        "at least 1, or null",
-    ),
-    Rule(
-        "eval.full_precision_every",
-        lambda c: c.eval.full_precision_every is None or c.precision != "fp32" or c.quantize != "none",
-        "null for precision: fp32 without quantize: it is at full precision already",
     ),
     Rule("optimizer.lr", lambda c: c.optimizer.lr > 0, "greater than 0"),
     Rule("optimizer.weight_decay", lambda c: c.optimizer.weight_decay >= 0, "0 or more"),

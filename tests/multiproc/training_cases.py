@@ -24,6 +24,7 @@ from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.strategies import pipeline
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.build import build_stage, build_strategy
+from mpfinetune.strategies.update import LossScale, PlainUpdate
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.optim import NamedOptimizer
 from tests.families import VOCAB_SIZE, task_of, tiny_config
@@ -127,8 +128,8 @@ def build(problem: Problem, changes: dict[str, Any], folder: str | None = None) 
         context = make_context(dist.get_rank(), world, torch.device("cpu"), plan.pipeline_ranks, timedelta(seconds=60))
     loss_sum: Any = loss_sum_for(config.model.task, problem.num_labels)
     strategy, _ = build_strategy(config, hf_config, facts, plan, context, loss_sum, Path(folder) if folder else None)
-    strategy.optimizer = NamedOptimizer(strategy.named_parameters(), config.optimizer)
-    strategy.clip_norm = config.train.clip_norm
+    optimizer = NamedOptimizer(strategy.named_parameters(), config.optimizer, facts.embeddings)
+    strategy.update = PlainUpdate(strategy, optimizer, config.train.clip_norm, LossScale.for_precision(config.precision))
     return strategy
 
 
@@ -150,14 +151,14 @@ def train(
         torch.manual_seed(stream_seed(SEED, "update", step, rank))  # as the training loop does
         with _poisoned(strategy, poison if poison is not None and poison[0] == step else None):
             outcomes.append(strategy.train_step(batch, LR, stop_requested=rank == stop_rank and step == 1))
-    assert isinstance(strategy.optimizer, NamedOptimizer)
+    assert strategy.update is not None
     return {
         "losses": [outcome.loss for outcome in outcomes],
         "norms": [outcome.grad_norm for outcome in outcomes],
         "skipped": [outcome.skipped for outcome in outcomes],
         "stops": [outcome.stop_requested for outcome in outcomes],
         "parameters": {name: p.detach().float().clone() for name, p in strategy.named_parameters().items()},
-        "moments": {name: tensor.clone() for name, tensor in strategy.optimizer.state_tensors().items()},
+        "moments": {name: tensor.clone() for name, tensor in strategy.update.state_tensors().items()},
         "logits": torch.cat(logits) if logits else None,
         "first_held": sorted(strategy.first_held_names()),
         "replica": strategy.context.replica,

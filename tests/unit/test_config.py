@@ -333,6 +333,80 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLUE, {"dist.timeout_seconds": 0}, "dist.timeout_seconds: 0.0 given, must be greater than 0"),
     (GLUE, {"dist.port": 70000}, "dist.port: 70000 given, must be 1 to 65535, or null for a free one"),
     (GLUE, {"devices": 0}, "devices: 0 given, must be at least 1, or null"),
+    (
+        GLUE,
+        {"recompute": "sometimes"},
+        "recompute: 'sometimes' given, must be none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])",
+    ),
+    (
+        GLUE,
+        {"recompute": "offload", "schedule": "zbv", "strategy": "pipeline"},
+        "recompute: 'offload' given, must be none, full, every_N or a list of blocks with a zero-bubble schedule, whose split backward cannot "
+        "run through fairscale's wrapper; or take schedule: 1f1b",
+    ),
+    (
+        GLUE,
+        {"offload.optimizer": "cpu", "strategy": "local"},
+        "offload.optimizer: 'cpu' given, must be none for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
+    ),
+    (
+        GLUE,
+        {"offload.optimizer": "cpu", "strategy": "pipeline", "optimizer.name": "sgd"},
+        "offload.optimizer: 'cpu' given, must be none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs "
+        "on the host",
+    ),
+    (
+        GLUE,
+        {"offload.optimizer": "nvme", "strategy": "zero"},
+        "offload.optimizer: 'nvme' given, must be cpu, or nvme with strategy: zero and offload.nvme_path",
+    ),
+    (
+        GLUE,
+        {"offload.parameters": "cpu", "strategy": "zero"},
+        "offload.parameters: 'cpu' given, must be none, unless strategy is zero and zero.stage is 3: only stage 3 gathers parameters when they "
+        "are used",
+    ),
+    (
+        GLUE,
+        {"offload.parameters": "nvme", "strategy": "zero", "zero.stage": 3},
+        "offload.parameters: 'nvme' given, must be cpu, or nvme together with offload.nvme_path",
+    ),
+    (
+        GLUE,
+        {"zero.stage": 3, "strategy": "pipeline"},
+        "zero.stage: 3 given, must be left out unless strategy is zero; strategy: pipeline with offload.optimizer: cpu is ZeRO-1 within each "
+        "stage (stage 2 gives wrong gradients there, stage 3 hangs)",
+    ),
+    (
+        GLUE,
+        {"deepspeed": {"wall_clock_breakdown": True}},
+        "deepspeed: {'wall_clock_breakdown': True} given, must be empty where no DeepSpeed engine runs (strategy: zero, or offload.optimizer: cpu)",
+    ),
+    (
+        GLUE,
+        {"optimizer.name": "sgd", "strategy": "zero"},
+        "optimizer.name: 'sgd' given, must be adamw for strategy: zero; take strategy: pipeline or local for sgd and the 8-bit optimizers",
+    ),
+    (
+        GLUE,
+        {"quantize": "nf4"},
+        "quantize: 'nf4' given, must be none without an adapter: quantised weights have no gradient; set adapter.type: lora",
+    ),
+    (
+        GLUE,
+        {"adapter.type": "lora", "strategy": "pipeline", "offload.optimizer": "cpu"},
+        "adapter.type: 'lora' given, must be none for strategy: zero and for offload.optimizer: cpu, whose engines would round the fp32 adapters; "
+        "take strategy: pipeline without offload (an adapter's optimizer states are small)",
+    ),
+    (
+        GLUE,
+        {"adapter.type": "lora", "strategy": "local", "partition.device_map": {"bert": 0}, "partition.rule": "manual"},
+        "adapter.type: 'lora' given, must be none for strategy: local over several devices; take strategy: pipeline, or local on one device",
+    ),
+    (GLUE, {"adapter.rank": 0}, "adapter.rank: 0 given, must be at least 1"),
+    (GLUE, {"adapter.alpha": 0}, "adapter.alpha: 0 given, must be at least 1"),
+    (GLUE, {"adapter.dropout": 1.0}, "adapter.dropout: 1.0 given, must be in [0, 1)"),
+    (GLUE, {"adapter.targets": "q_proj"}, "adapter.targets: 'q_proj' given, must be all-linear, or a list of module names or endings"),
 ]
 
 
