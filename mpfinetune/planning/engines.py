@@ -65,10 +65,6 @@ def _check(choice: EngineChoice, config: RunConfig, world: World) -> None:
             "offload.optimizer: nvme given with more than one process, where DeepSpeed 0.19 computes wrong numbers without an error (right with "
             "one); set offload.optimizer: cpu, or devices: 1"
         )
-    if choice.zero_stage == 3 and config.adapter.type != "none":
-        raise ConfigError(
-            "zero.stage: 3 given with an adapter: the adapter's matrices are made beside whole weights; set zero.stage: 2, or strategy: pipeline"
-        )
 
 
 def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int, precision: str) -> RankPlan:

@@ -32,7 +32,9 @@ ALONE = DistContext(0, 1, CPU)
 
 
 class NoTokenizer:
-    """The exports only ask a tokenizer to save itself."""
+    """The exports ask a tokenizer for its pad token and to save itself."""
+
+    pad_token_id = 0
 
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}", encoding="utf-8")

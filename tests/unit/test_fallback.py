@@ -102,7 +102,6 @@ REFUSED: list[tuple[str, dict[str, Any], World]] = [
     ("DeepSpeed refuses fp16 on the CPU", {"precision": "fp16", "offload": {"optimizer": "cpu"}}, World("cpu", 2, 2)),
     ("DeepSpeed refuses fp16 on the CPU", {"precision": "fp16", "strategy": "zero"}, World("cpu", 1, 1)),
     ("wrong numbers without an error", {"strategy": "zero", "offload": {"optimizer": "nvme", "nvme_path": "/x"}}, World("cuda", 2, 2)),
-    ("zero.stage: 3 given with an adapter", {"strategy": "zero", "zero": {"stage": 3}, "adapter": {"type": "lora"}}, World("cuda", 2, 2)),
 ]
 
 
