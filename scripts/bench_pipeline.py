@@ -32,6 +32,7 @@ from mpfinetune.models.facts import inspect_model
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.strategies.build import build_stage, build_strategy
+from mpfinetune.strategies.update import PlainUpdate
 from mpfinetune.training.loss import causal_lm_loss_sum
 from mpfinetune.training.optim import NamedOptimizer
 
@@ -94,7 +95,7 @@ def ours(config: RunConfig, context: DistContext, world: World) -> Callable[[], 
     facts = inspect_model(hf_config(), "causal_lm")
     plan = make_plan(config, facts, world)
     strategy, _ = build_strategy(config, hf_config(), facts, plan, context, causal_lm_loss_sum, None)
-    strategy.optimizer, strategy.clip_norm = NamedOptimizer(strategy.named_parameters(), config.optimizer), CLIP_NORM
+    strategy.update = PlainUpdate(strategy, NamedOptimizer(strategy.named_parameters(), config.optimizer, facts.embeddings), CLIP_NORM)
     batch = make_batch(config.batch.global_size)
 
     def update() -> None:
