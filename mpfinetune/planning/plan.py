@@ -106,7 +106,7 @@ class Plan:
 
     def to_json(self) -> str:
         content = {**dataclasses.asdict(self), "world_size": self.world_size, "num_stages": self.num_stages, "bubble": self.bubble}
-        return json.dumps(content, indent=2) + "\n"
+        return json.dumps(content, indent=2, default=sorted) + "\n"  # sets of names as lists
 
 
 def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
