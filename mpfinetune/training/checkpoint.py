@@ -41,6 +41,8 @@ class RunState:
     index: int = 0
     tokens: int = 0
     score: float | None = None  # of the evaluation at this step, by the task's metric; higher is better
+    loss_scale: float | None = None  # of an fp16 run, and its updates since the last change
+    updates_at_loss_scale: int = 0
     identity: dict[str, Any] = field(default_factory=dict)  # what must not change between stop and resume
 
 

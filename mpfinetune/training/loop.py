@@ -99,6 +99,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present state; collective."""
+        if isinstance(self.update, PlainUpdate) and self.update.scale.dynamic:
+            self.state.loss_scale, self.state.updates_at_loss_scale = self.update.scale.value, self.update.scale.updates_since_change
         saved = save_checkpoint(self.checkpoints, self.state, tensors_of(self.strategy), self.strategy.context)
         if self.strategy.context.rank == 0:
             prune(self.checkpoints, self.config.checkpoint.keep, saved)
@@ -119,6 +121,8 @@ class Trainer:
             )
         self.load_weights(checkpoint)
         self.state = replace(state, identity=self.state.identity)
+        if isinstance(self.update, PlainUpdate) and self.update.scale.dynamic and state.loss_scale is not None:
+            self.update.scale.value, self.update.scale.updates_since_change = state.loss_scale, state.updates_at_loss_scale
 
     def load_weights(self, checkpoint: Path) -> None:
         """Weights and optimizer state of a checkpoint, for this rank's parameters."""
