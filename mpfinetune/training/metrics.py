@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-IGNORED = -100  # class label of a row that is not scored; a score's is NaN
+from mpfinetune.data.rows import IGNORED  # of a class label; a score's is NaN
 
 
 class StreamingMetrics:

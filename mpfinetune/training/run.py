@@ -12,7 +12,6 @@ import torch.distributed as dist
 from mpfinetune.config import save_config
 from mpfinetune.dist import DistContext, init_distributed
 from mpfinetune.errors import CheckpointError, DataError
-from mpfinetune.models.load import weight_files
 from mpfinetune.models.quantize import in_words
 from mpfinetune.planning.device_map import parameters_by_device
 from mpfinetune.planning.engines import engine_lines
@@ -138,8 +137,6 @@ def choose_checkpoint(run_dir: str, which: str) -> Path:
 
 def _trainer(run: PreparedRun, context: DistContext, reporter: Reporter, tracking: bool = True) -> Trainer:
     planned = run.planned
-    if run.folder is not None:
-        weight_files(run.folder)
     loss_sum = loss_sum_for(run.config.model.task, planned.num_labels)
     strategy, drawn = build_strategy(run.config, planned.hf_config, planned.facts, planned.plan, context, loss_sum, run.folder)
     all_drawn = sorted({name for names in context.gather_objects(drawn) for name in names})
