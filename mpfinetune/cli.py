@@ -142,7 +142,10 @@ def _run(config_path: Path, overrides: list[str] | None, body: Callable[[RunConf
         _end_process(_tell_once(error))
     except Exception as error:
         from mpfinetune.training.loop import NotFinite, Stopped
+        from mpfinetune.training.oom import DoesNotFit
 
+        if isinstance(error, DoesNotFit):
+            _end_process(_tell_once(error, EXIT_FAILURE))
         if isinstance(error, (NotFinite, Stopped)):  # on all ranks at once
             if rank == "0":
                 said = "stopped by a signal; the state is saved and `mpfinetune train` goes on from it" if isinstance(error, Stopped) else error
@@ -163,16 +166,16 @@ def _end_process(exit_code: int) -> None:
     raise typer.Exit(exit_code)
 
 
-def _tell_once(error: UserError) -> int:
+def _tell_once(error: Exception, exit_code: int = EXIT_USER_ERROR) -> int:
     """Before the processes meet every rank finds the same, and rank 0 says it; later the first that fails does. Returns the exit code."""
     from mpfinetune.dist import first_failure, is_met, is_silent_rank
 
-    before = first_failure(EXIT_USER_ERROR)
+    before = first_failure(exit_code)
     if before is None and (is_met() or not is_silent_rank()):
         print_error(error)
-        return EXIT_USER_ERROR
+        return exit_code
     time.sleep(_SILENT_RANK_SECONDS)
-    return EXIT_USER_ERROR if before is None else before
+    return exit_code if before is None else before
 
 
 def _tell_defect_once(error: Exception, rank: str) -> int:

@@ -126,7 +126,11 @@ class PartitionConfig:
 @dataclass
 class BatchConfig:
     global_size: int = option(16, "Rows per optimizer update, over all replicas and microbatches. The numbers of a run depend on this alone.")
-    micro_size: int = option(4, "Rows in one forward pass on one card: memory against speed, never the numbers.")
+    micro_size: int | Literal["auto"] = option(
+        4,
+        "Rows in one forward pass on one card: memory against speed, never the numbers. `auto`: the most that fit, found with the longest rows "
+        "before training. When a pass runs out of memory, all ranks halve it and run the same rows again.",
+    )
 
 
 @dataclass
@@ -188,6 +192,14 @@ class EvalConfig:
 
 
 @dataclass
+class WatchConfig:
+    leak_steps: int = option(
+        50, "Memory that has grown in each of this many updates in a row is reported once, with the update where it began. 0: not watched."
+    )
+    leak_mib: float = option(64.0, "Growth over leak_steps updates that is not reported, in MiB: allocators and caches settle slowly.")
+
+
+@dataclass
 class CheckpointConfig:
     every_steps: int | None = option(None, "Save every N updates, besides the end. Null: only at the end.")
     keep: int = option(2, "How many of the newest checkpoints are kept; the best by the task's metric is kept besides.")
@@ -238,6 +250,7 @@ class RunConfig:
     train: TrainConfig = section(TrainConfig, "How long, how fast, from which seed.")
     eval: EvalConfig = section(EvalConfig, "When the held-out rows are scored.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "When the state is saved and whether a run goes on.")
+    watch: WatchConfig = section(WatchConfig, "What is noticed while training goes on.")
     dist: DistConfig = section(DistConfig, "The processes' meeting point and patience.")
     device: Literal["auto", "cuda", "cpu"] = option("auto", "`auto`: CUDA cards (with NCCL) where there are any, else the CPU (with gloo).")
     fallback: Literal["auto", "never"] = option(

@@ -135,8 +135,12 @@ RULES: tuple[Rule, ...] = (
         "one whose stages_per_rank divides the number of entries of partition.stages (2 stages a process for interleaved and zbv)",
     ),
     Rule("batch.global_size", lambda c: c.batch.global_size >= 1, "at least 1 row"),
-    Rule("batch.micro_size", lambda c: c.batch.micro_size >= 1, "at least 1 row"),
-    Rule("batch.micro_size", lambda c: c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size, "at most batch.global_size"),
+    Rule("batch.micro_size", lambda c: c.batch.micro_size == "auto" or c.batch.micro_size >= 1, "at least 1 row, or auto"),
+    Rule(
+        "batch.micro_size",
+        lambda c: c.batch.micro_size == "auto" or c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size,
+        "at most batch.global_size",
+    ),
     Rule("recompute", lambda c: is_recompute_policy(c.recompute), "none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])"),
     Rule(
         "recompute",
@@ -221,6 +225,8 @@ RULES: tuple[Rule, ...] = (
     Rule("train.warmup_steps", lambda c: c.train.warmup_steps is None or c.train.warmup_steps >= 0, "0 or more, or null"),
     Rule("train.max_skipped_updates", lambda c: c.train.max_skipped_updates >= 0, "0 or more"),
     Rule("eval.every_steps", lambda c: c.eval.every_steps is None or c.eval.every_steps >= 1, "at least 1, or null"),
+    Rule("watch.leak_steps", lambda c: c.watch.leak_steps == 0 or c.watch.leak_steps >= 5, "at least 5 updates, or 0"),
+    Rule("watch.leak_mib", lambda c: c.watch.leak_mib >= 0, "0 or more"),
     Rule("checkpoint.every_steps", lambda c: c.checkpoint.every_steps is None or c.checkpoint.every_steps >= 1, "at least 1, or null"),
     Rule("checkpoint.keep", lambda c: c.checkpoint.keep >= 1, "at least 1"),
     Rule("dist.timeout_seconds", lambda c: c.dist.timeout_seconds > 0, "greater than 0"),

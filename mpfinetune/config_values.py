@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from functools import reduce
+from operator import or_
 from pathlib import PurePath
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,6 +23,8 @@ def convert(value: Any, hint: Any) -> Any:
     if value is None and optional:
         return None
     origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return _first_that_fits(value, get_args(hint))
     if hint is Any:
         return _copy(value)
     if origin is Literal:
@@ -39,7 +44,9 @@ def type_in_words(hint: Any) -> str:
     """What ``convert`` accepts for this type, for messages and the config reference."""
     hint, optional = _without_none(hint)
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is Literal:
+    if origin in (Union, UnionType):
+        words = " or ".join(str(get_args(part)[0]) if get_origin(part) is Literal else type_in_words(part) for part in parts)
+    elif origin is Literal:
         words = "one of " + ", ".join(str(choice) for choice in parts)
     elif origin is dict:
         words = f"a mapping of {_plural_in_words(parts[0])} to {_plural_in_words(parts[1])}"
@@ -58,8 +65,15 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if get_origin(hint) not in (Union, UnionType):
         return hint, False
     members = [member for member in get_args(hint) if member is not type(None)]
-    assert len(members) == 1, f"a config field is one type, or one type or null, not {hint}"
-    return members[0], True
+    # A number or a word for "find it out", like `4` or `auto`, is the one union of types besides null.
+    return reduce(or_, members), len(members) < len(get_args(hint))
+
+
+def _first_that_fits(value: Any, hints: tuple[Any, ...]) -> Any:
+    for hint in hints:
+        with suppress(ValueError):
+            return convert(value, hint)
+    raise ValueError
 
 
 def _copy(value: Any) -> Any:

@@ -146,6 +146,11 @@ class UpdateLoader:
     def updates_per_epoch(self) -> int:
         return math.ceil(len(self.rows) / self.global_size)
 
+    def longest_batch(self) -> GlobalBatch:
+        """As many rows as an update has, the longest there are: no update needs more memory."""
+        longest = sorted(self.rows, key=lambda row: len(row.input_ids), reverse=True)[: self.global_size]
+        return make_batch(longest, self.pad_token_id, self.length_rule)
+
     def row_order(self, epoch: int) -> list[list[int]]:
         """Indices into ``rows``, one list per update."""
         order = list(range(len(self.rows)))

@@ -19,6 +19,9 @@ from mpfinetune.planning.partition import effective_rule, partition
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
 from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, weight_bytes
 
+# Where probing begins that was not given a size: doubled while it fits, halved until it does.
+PROBE_START_ROWS = 4
+
 
 @dataclass(frozen=True)
 class World:
@@ -104,6 +107,20 @@ class Plan:
         fewest = self.micro_size * self.replicas * min_microbatches(self.schedule, self.pipeline_ranks)
         return max(fewest, math.ceil(rows / multiple) * multiple)
 
+    @property
+    def largest_micro_size(self) -> int:
+        """Most rows in one forward pass that strategy and schedule allow."""
+        return largest_micro_size(self.strategy, self.schedule, self.pipeline_ranks, self.replicas, self.global_size)
+
+    def with_micro_size(self, rows: int) -> Plan:
+        """The plan with other rows in one forward pass, and as many microbatches as that makes.
+
+        Raises:
+            ConfigError: more than ``largest_micro_size``.
+        """
+        count = _microbatches(self.strategy, self.schedule, self.pipeline_ranks, self.replicas, self.global_size, rows)
+        return dataclasses.replace(self, micro_size=rows, microbatches=count)
+
     def to_json(self) -> str:
         content = {**dataclasses.asdict(self), "world_size": self.world_size, "num_stages": self.num_stages, "bubble": self.bubble}
         return json.dumps(content, indent=2, default=sorted) + "\n"  # sets of names as lists
@@ -131,10 +148,19 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
     spans = partition(config.partition, facts, num_stages) if is_cut else (StageSpan(0, facts.num_blocks, True, True),)
     placement = _placement(config, strategy, facts, world)
     replicas = _replicas(config, strategy, pipeline_ranks, world)
-    microbatches = _microbatches(config, strategy, pipeline_ranks, replicas)
+    schedule = config.schedule if strategy == "pipeline" else "none"
+    largest = largest_micro_size(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size)
+    probed = config.batch.micro_size == "auto"
+    if probed and strategy == "zero" and engine.zero_stage > 1 and replicas > 1:
+        raise ConfigError(
+            f"batch.micro_size: auto given with zero.stage: {engine.zero_stage} over {replicas} processes, which cannot go on after one of them has "
+            "run out of memory, so no size can be probed; give a number, or set zero.stage: 1"
+        )
+    micro_size = min(PROBE_START_ROWS, largest) if probed else int(config.batch.micro_size)
+    microbatches = _microbatches(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size, micro_size)
     return Plan(
         strategy=strategy,
-        schedule=config.schedule if strategy == "pipeline" else "none",
+        schedule=schedule,
         device_type=world.device_type,
         rule=effective_rule(config.partition) if is_cut else "manual" if placement else "whole model",
         spans=spans,
@@ -142,7 +168,7 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         stages_per_rank=stages_per_rank,
         replicas=replicas,
         global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
+        micro_size=micro_size,
         microbatches=microbatches,
         precision=config.precision,
         total_parameters=facts.numel(facts.parameters),
@@ -231,24 +257,30 @@ def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: Worl
     return replicas
 
 
-def _microbatches(config: RunConfig, strategy: str, pipeline_ranks: int, replicas: int) -> int:
+def _microbatches(strategy: str, schedule: str, pipeline_ranks: int, replicas: int, global_size: int, micro_size: int) -> int:
     """Microbatches of one replica in one full update."""
-    global_size, micro_size = config.batch.global_size, config.batch.micro_size
     if strategy == "local":
         return math.ceil(global_size / micro_size)
     microbatches = math.ceil(math.ceil(global_size / replicas) / micro_size)
     if strategy == "zero":
         return microbatches
-    needed = min_microbatches(config.schedule, pipeline_ranks)
+    needed = min_microbatches(schedule, pipeline_ranks)
     if microbatches < needed:
-        largest = max(1, global_size // (replicas * needed))
         raise ConfigError(
             f"batch.micro_size: {global_size} rows per update / {replicas} replicas / {micro_size} rows make {microbatches} microbatches, but "
-            f"{config.schedule} over {pipeline_ranks} ranks needs at least {needed}; set batch.micro_size to at most {largest} "
-            f"or batch.global_size to at least {micro_size * replicas * needed}"
+            f"{schedule} over {pipeline_ranks} ranks needs at least {needed}; set batch.micro_size to at most "
+            f"{largest_micro_size(strategy, schedule, pipeline_ranks, replicas, global_size)} or batch.global_size to at least "
+            f"{micro_size * replicas * needed}"
         )
-    multiple = microbatch_multiple(config.schedule, pipeline_ranks)
+    multiple = microbatch_multiple(schedule, pipeline_ranks)
     return math.ceil(microbatches / multiple) * multiple
+
+
+def largest_micro_size(strategy: str, schedule: str, pipeline_ranks: int, replicas: int, global_size: int) -> int:
+    """Most rows in one forward pass: those of one update on one replica, in as many microbatches as the schedule needs at least."""
+    if strategy == "pipeline":
+        return max(1, global_size // (replicas * min_microbatches(schedule, pipeline_ranks)))
+    return math.ceil(global_size / replicas)
 
 
 def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[StageSpan, ...], ranks: int, stages_per_rank: int) -> RankPlan:

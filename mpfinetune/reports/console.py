@@ -86,9 +86,10 @@ class Reporter:
             yield _PlainProgress(self, total_updates, start, self._plain_interval_seconds, self._clock)
 
 
-def print_error(error: UserError, file: IO[str] | None = None) -> None:
-    """``mpfinetune: config error:`` and the lines of the message on stderr; no colours, no traceback."""
-    heading = "error" if error.heading == "error" else f"{error.heading} error"
+def print_error(error: Exception, file: IO[str] | None = None) -> None:
+    """``mpfinetune: config error:`` (for a ``UserError``; else ``error:``) and the lines of the message on stderr; no traceback."""
+    heading = error.heading if isinstance(error, UserError) else "error"
+    heading = "error" if heading == "error" else f"{heading} error"
     lines = str(error).splitlines() or [type(error).__name__]
     print(f"mpfinetune: {heading}:", *(f"  {line}" for line in lines), sep="\n", file=file or sys.stderr, flush=True)
 

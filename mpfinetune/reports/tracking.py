@@ -61,6 +61,7 @@ class Tracker:
         tokens_per_second: float,
         step_seconds: float,
         peak_memory_bytes: Sequence[int],
+        held_bytes: Mapping[str, Sequence[int]] | None = None,
         skipped: bool = False,
     ) -> None:
         """One optimizer update.
@@ -72,16 +73,19 @@ class Tracker:
             grad_norm: Before clipping, over all parameters of all stages.
             tokens: Valid tokens of this update.
             peak_memory_bytes: Of each rank, in rank order.
+            held_bytes: Of each rank, what is held after the update, by kind: allocated and reserved on the card, resident on the host.
             skipped: The gradient was not finite, and the weights were left as they were.
         """
         if not self._enabled:
             return
         scalars = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
         speeds = {"samples_per_second": samples_per_second, "tokens_per_second": tokens_per_second, "step_seconds": step_seconds}
-        memory = {"peak_memory_bytes": list(peak_memory_bytes), "skipped": skipped}
-        self._write({"step": step, "epoch": epoch, **scalars, "tokens": tokens, **speeds, **memory})
+        held = {"peak": peak_memory_bytes, **(held_bytes or {})}
+        memory = {"peak_memory_bytes" if kind == "peak" else f"{kind}_bytes": list(sizes) for kind, sizes in held.items()}
+        self._write({"step": step, "epoch": epoch, **scalars, "tokens": tokens, **speeds, **memory, "skipped": skipped})
         self._mirror(step, "train", {**scalars, **speeds, "epoch": epoch})
-        self._mirror(step, "memory", {f"peak_gib_rank{rank}": size / BYTES_PER_GIB for rank, size in enumerate(peak_memory_bytes)})
+        gib = {f"{kind}_gib_rank{rank}": size / BYTES_PER_GIB for kind, sizes in held.items() for rank, size in enumerate(sizes)}
+        self._mirror(step, "memory", gib)
 
     def log_evaluation(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """The metrics of one evaluation after ``step`` updates (0: before the first)."""
@@ -89,6 +93,11 @@ class Tracker:
             return
         self._write({"step": step, "split": split, "metrics": dict(metrics)})
         self._mirror(step, split, metrics)
+
+    def log_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
+        """Something that happened after ``step`` updates besides training and scoring, such as a smaller micro-batch."""
+        if self._enabled:
+            self._write({"step": step, "event": event, **values})
 
     def truncate_after(self, step: int) -> None:
         """Drop what was logged for later steps, for a run that goes on from ``step``; -1 drops everything, for one that starts anew.

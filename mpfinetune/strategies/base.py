@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mpfinetune.dist import DistContext, all_reduce_buckets, broadcast_buckets
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan
+from mpfinetune.strategies.oom import MemoryGuard, OutOfMemory, free_memory, out_of_memory_words
 from mpfinetune.strategies.update import Update, zero_gradient
 
 # (logits [rows, T, V] or [rows, C], labels [rows, T] or [rows]) -> sum of the loss over the valid targets, a scalar in fp32.
@@ -58,6 +59,7 @@ class Strategy(ABC):
         self.loss_sum = loss_sum
         self.update: Update | None = None
         self.drawn: frozenset[str] = frozenset()  # names that no file of the base model holds
+        self.memory = MemoryGuard()
         self._tie_local_stages()
         self.shared = shared_parameters(plan, facts)
         self._shared_groups = self._make_shared_groups()
@@ -72,6 +74,18 @@ class Strategy(ABC):
     @abstractmethod
     def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
         """Forward passes only; ``observe`` sees each microbatch's logits where they are."""
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        """Run the passes of a batch so that a want of memory ends in ``memory.failure``; here, where no rank waits for another in them."""
+        self.memory.runs(work)
+
+    def _forget_shapes(self) -> None:  # noqa: B027 (most strategies have nothing to drop)
+        """Drop what was made for the present size of a microbatch."""
+
+    @property
+    def survives_out_of_memory(self) -> bool:
+        """Whether all ranks reach the end of a batch when one has run out of memory on the way."""
+        return True
 
     # --- what all share ---
 
@@ -117,22 +131,85 @@ class Strategy(ABC):
             parameters[name].copy_(value)
 
     def train_step(self, batch: GlobalBatch, lr: float, stop_requested: bool = False) -> StepOutcome:
-        """One optimizer update over a whole global batch; collective over all ranks."""
+        """One optimizer update over a whole global batch; collective over all ranks.
+
+        Raises:
+            OutOfMemory: a pass did not fit (``agreed``: on every rank, and nothing was changed), or the update itself did not.
+        """
         assert self.update is not None, "set the update before the first step"
+        loss, stops = self.accumulate(batch, stop_requested)
+        try:
+            norm, skipped = self.update.apply(lr)
+        except Exception as error:
+            words = out_of_memory_words(error)
+            if words is None:
+                raise
+            # Weights may have moved already, so there is no way back; and a smaller microbatch would not help.
+            raise OutOfMemory([(self.context.rank, f"in the optimizer's update: {words}")], agreed=False) from error
+        return StepOutcome(loss, norm, skipped, stops)
+
+    def accumulate(self, batch: GlobalBatch, stop_requested: bool = False) -> tuple[float, bool]:
+        """The gradients of the mean loss over a whole global batch; collective over all ranks.
+
+        Returns:
+            The mean loss, and whether some rank asked to stop.
+
+        Raises:
+            OutOfMemory: see ``train_step``; the gradients are dropped.
+        """
+        assert self.update is not None
+        loss_scale = self.update.loss_scale
         for stage in self.stages.values():
             stage.train()
-        loss = self._forward_backward(batch, self.update.loss_scale)
-        norm, skipped = self.update.apply(lr)
-        loss = loss.double()
-        mean_loss, stops = self.context.sum_over_world(torch.stack([loss, loss.new_tensor(float(stop_requested))])).tolist()
-        return StepOutcome(mean_loss, norm, skipped, stops > 0)
+        loss = torch.zeros((), device=self.context.device)
+
+        def passes() -> None:
+            loss.add_(self._forward_backward(batch, loss_scale))
+
+        self._guarded(passes)
+        mean_loss, stops = self._agree(loss.double(), float(stop_requested))
+        return mean_loss, stops > 0
 
     @torch.no_grad()
     def evaluate(self, batch: GlobalBatch, observe: Observer) -> None:
-        """Forward passes over a global batch; collective over all ranks."""
+        """Forward passes over a global batch; collective over all ranks.
+
+        Raises:
+            OutOfMemory: a pass did not fit; ``observe`` may have seen a part of the batch.
+        """
         for stage in self.stages.values():
             stage.eval()
-        self._forward(batch, observe)
+        self._guarded(lambda: self._forward(batch, observe))
+        self._agree()
+
+    def set_micro_size(self, rows: int) -> None:
+        """Rows in one forward pass from now on; the same on every rank. No number of the run depends on it."""
+        self.plan = self.plan.with_micro_size(rows)
+        self._forget_shapes()
+
+    def _agree(self, *values: Tensor | float) -> list[float]:
+        """The sums of some numbers over all ranks, if none has run out of memory.
+
+        Raises:
+            OutOfMemory: on every rank, if any has.
+        """
+        failed = self.memory.failure is not None
+        if failed and not self.survives_out_of_memory:
+            raise OutOfMemory([(self.context.rank, str(self.memory.failure))], agreed=False)
+        parts = [value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64) for value in (*values, float(failed))]
+        *sums, failures = self.context.sum_over_world(torch.stack([part.to(self.context.device) for part in parts])).tolist()
+        if failures:
+            self._give_up_batch()
+        return sums
+
+    def _give_up_batch(self) -> NoReturn:
+        failure, self.memory.failure = self.memory.failure, None
+        if self.update is not None:
+            self.update.drop_gradients()
+        self._forget_shapes()
+        free_memory()
+        told = self.context.gather_objects(failure)
+        raise OutOfMemory([(rank, words) for rank, words in enumerate(told) if words is not None], agreed=True)
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of shared parameters over their copies, so that every copy has the whole."""

@@ -24,6 +24,7 @@ from mpfinetune.models.trainable import decays
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.strategies.deepspeed_ops import choose_accelerator
+from mpfinetune.strategies.deepspeed_reset import forget_pass
 from mpfinetune.strategies.update import zero_gradient
 
 if TYPE_CHECKING:
@@ -135,6 +136,13 @@ class DeepSpeedUpdate:
         skipped = not self.engine.was_step_applied()
         norm = math.inf if skipped else float(self.engine.get_global_grad_norm())
         return norm, skipped
+
+    def drop_gradients(self) -> None:
+        """Forget what the passes since the last update have left, also those that were broken off."""
+        if not self.in_place:
+            forget_pass(self.engine)
+        for parameter in [*self._learning.values(), *self._placeholders]:
+            parameter.grad = None
 
     def weight_tensors(self) -> dict[str, Tensor]:
         """Every weight of this rank, whole and in full precision, on the CPU of the first replica; the others help to gather them."""

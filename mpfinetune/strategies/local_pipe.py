@@ -42,6 +42,9 @@ class LocalPipeStrategy(Strategy):
             self._pipe.close()
             self._pipe = None
 
+    def _forget_shapes(self) -> None:
+        self.close()
+
     def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
         factor = loss_scale / max(1, batch.target_count)
         losses = self._run(batch, lambda logits, labels: (self.loss_sum(logits, labels) * factor).reshape(1))

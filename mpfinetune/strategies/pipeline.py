@@ -2,11 +2,16 @@
 
 Stages exchange hidden states [B, T, D] only. Labels are small integers that every rank has, so the last stage returns the loss, a
 scalar: torch's runtime keeps the last stage's outputs of a whole step, which would be all logits.
+
+A rank that runs out of memory goes through the rest of the schedule without computing: stand-ins take the place of its results, so that every
+send finds its receive and no rank waits for ever, and the batch's result is thrown away by all (see ``oom``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +29,7 @@ from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan
 from mpfinetune.planning.schedule import SCHEDULES, Action, forward_order, stages_of_rank
 from mpfinetune.strategies.base import LossSum, Observer, Strategy
+from mpfinetune.strategies.oom import MemoryGuard, nothing
 
 # A cached schedule holds receive buffers for all its microbatches; the least recently used ones go beyond this.
 _CACHED_BUFFER_BYTES = 256 * 2**20
@@ -43,6 +49,46 @@ class _ListedSchedule(_PipelineScheduleRuntime):
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
         self.pipeline_order_with_comms = _add_send_recv(actions, lambda stage: self.stage_index_to_group_rank[stage], self._num_stages)
+
+
+class _GuardedStage(PipelineStage):
+    """A stage whose computations go through a ``MemoryGuard``; what they would have left for the exchanges is there in any case.
+
+    Args:
+        stand_in: sent in place of a result: hidden states [rows, T, D] to the next stage and their gradient to the previous one.
+        passes_gradient: whether the stage sends a gradient back.
+    """
+
+    def __init__(self, *args: Any, guard: MemoryGuard, stand_in: Tensor, passes_gradient: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.guard = guard
+        self.stand_in_gradient = stand_in if passes_gradient else None
+        self.stand_in_output = stand_in.new_zeros(1, dtype=torch.float32) if self.is_last else stand_in
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward_one_chunk
+        if not self.guard.runs(lambda: forward(fwd_chunk_id, *args, **kwargs)):
+            self.fwd_cache[fwd_chunk_id] = ((self.stand_in_output,), [])
+        (output,), _ = self.fwd_cache[fwd_chunk_id]
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        backward = super().backward_one_chunk
+        if not self.guard.runs(lambda: backward(bwd_chunk_id, *args, **kwargs)):
+            self.bwd_cache[bwd_chunk_id] = () if self.is_first else (self.stand_in_gradient,)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        backward = super().backward_weight_one_chunk
+        self.guard.runs(lambda: backward(bwd_chunk_id, *args, **kwargs))
+
+    def release(self) -> None:
+        """Drop the graphs of all microbatches; what is still to be sent becomes a stand-in."""
+        for chunk in self.fwd_cache:
+            self.fwd_cache[chunk] = ((self.stand_in_output,), [])
+        for chunk in self.bwd_cache:
+            self.bwd_cache[chunk] = () if self.is_first else (self.stand_in_gradient,)
+        self.backward_state.clear()
+        self.dw_runner.clear()
 
 
 class _StageWithLoss(nn.Module):
@@ -103,14 +149,28 @@ class PipelineStrategy(Strategy):
             for module in self._modules.values():
                 module.observe = None
 
+    def _guarded(self, work: Callable[[], object]) -> None:
+        work()  # its computations are guarded one by one, since other ranks wait for what comes between them
+
+    def _forget_shapes(self) -> None:
+        self._schedules.clear()
+        self.memory.release = nothing
+
     def _run(self, batch: GlobalBatch, train: bool, losses: list[Tensor] | None) -> None:
         padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
         rows = padded.tensors["input_ids"].shape[0] // self.context.replicas
         own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
-        tensors: dict[str, Any] = {name: tensor.to(self.context.device, non_blocking=True) for name, tensor in own.tensors.items()}
-        schedule = self._schedule(train, rows // self.plan.micro_size, tensors["input_ids"].shape[1])
+        schedule = self._schedule(train, rows // self.plan.micro_size, own.tensors["input_ids"].shape[1])
+        tensors: dict[str, Any] = dict(own.tensors)
+
+        def move() -> None:
+            for name, tensor in own.tensors.items():
+                tensors[name] = tensor.to(self.context.device, non_blocking=True)
+
+        self.memory.release = partial(_release, schedule)
+        self.memory.runs(move)  # where the card has no room even for them, the rest of the step does not read them
         # The runtime wants a target for its loss function; ours is already in the last stage's output.
-        unused_target = torch.zeros(rows, device=self.context.device) if train and self.has_logits else None
+        unused_target = torch.zeros(rows) if train and self.has_logits else None
         schedule.step(target=unused_target, losses=losses, return_outputs=False, **tensors)
 
     def _schedule(self, train: bool, microbatches: int, tokens: int) -> _PipelineScheduleRuntime:
@@ -119,20 +179,29 @@ class PipelineStrategy(Strategy):
         if key in self._schedules:
             self._schedules.move_to_end(key)
             return self._schedules[key]
-        self._schedules[key] = self._build_schedule(*key)
+        self.memory.runs(lambda: self._make_ready(key))
+        self._agree()  # that all have room for the receive buffers: in the step, a rank without them could not take part
         # The same sequence of keys on every rank, so all drop the same ones.
         row_bytes = self.facts.hidden_size * self._hidden_dtype.itemsize
         while len(self._schedules) > 1 and sum((1 + k[0]) * k[1] * k[2] * k[3] * row_bytes for k in self._schedules) > _CACHED_BUFFER_BYTES:
             self._schedules.popitem(last=False)
         return self._schedules[key]
 
+    def _make_ready(self, key: tuple[bool, int, int, int]) -> None:
+        """Build the schedule and its receive buffers, which torch would make in the first step, after the stages have greeted each other."""
+        schedule = self._schedules[key] = self._build_schedule(*key)
+        for stage in schedule._stages:
+            stage.has_backward = key[0]
+        schedule._initialize_stages((), {})
+
     def _build_schedule(self, train: bool, microbatches: int, rows: int, tokens: int) -> _PipelineScheduleRuntime:
         shape = (rows, tokens, self.facts.hidden_size)
         # Entering each stage, the last one leaving. Both sides of a boundary must agree, or one waits for a gradient for ever.
         hidden = [torch.empty(shape, dtype=self._hidden_dtype, device="meta", requires_grad=train and carries) for carries in self._carries_gradient]
         loss = torch.empty(1, dtype=torch.float32 if train else self._hidden_dtype, device="meta", requires_grad=train)
-        stages = [
-            PipelineStage(
+        stand_in = torch.zeros(shape, dtype=self._hidden_dtype, device=self.context.device)
+        stages: list[PipelineStage] = [
+            _GuardedStage(
                 module,
                 index,
                 self.plan.num_stages,
@@ -141,6 +210,9 @@ class PipelineStrategy(Strategy):
                 input_args=() if index == 0 else (hidden[index],),
                 output_args=loss if index == self.plan.num_stages - 1 else hidden[index + 1],
                 group=self.context.pipeline_group,
+                guard=self.memory,
+                stand_in=stand_in,
+                passes_gradient=train and self._carries_gradient[index],
             )
             for index, module in self._modules.items()
         ]
@@ -154,6 +226,14 @@ class PipelineStrategy(Strategy):
             return _ListedSchedule(stages, microbatches, orders, loss_fn=_pass_loss)
         assert row.torch_class is not None
         return getattr(pipelining, row.torch_class)(stages, microbatches, loss_fn=_pass_loss, scale_grads=False)
+
+
+def _release(schedule: _PipelineScheduleRuntime) -> None:
+    """Drop the graphs of a step that will not be finished."""
+    for stage in schedule._stages:
+        assert isinstance(stage, _GuardedStage)
+        stage.release()
+    schedule._internal_losses[:] = [loss.detach() for loss in schedule._internal_losses]
 
 
 def _pass_loss(output: Tensor, target: Tensor) -> Tensor:

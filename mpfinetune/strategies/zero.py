@@ -51,6 +51,11 @@ class ZeroStrategy(Strategy):
         for inputs, labels in self._microbatches(batch):
             observe(self.stages[0](**inputs), labels)
 
+    @property
+    def survives_out_of_memory(self) -> bool:
+        """Stages 2 and 3 exchange in the passes themselves, where a rank that has broken off cannot take part; stage 1 only at the update."""
+        return self.context.replicas == 1 or self.plan.zero_stage == 1
+
     def loading_groups(self) -> list[list[str]]:
         """A checkpoint is read a part at a time: no rank may hold the whole model and its states on the way."""
         if self.plan.zero_stage < 3:

@@ -43,6 +43,8 @@ class RunState:
     score: float | None = None  # of the evaluation at this step, by the task's metric; higher is better
     loss_scale: float | None = None  # of an fp16 run, and its updates since the last change
     updates_at_loss_scale: int = 0
+    micro_size: int | None = None  # found by probing or after an out-of-memory error, and for which layout; None: as the config says
+    micro_size_for: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)  # what must not change between stop and resume
 
 

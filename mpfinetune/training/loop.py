@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.update import LossScale, PlainUpdate, Update
 from mpfinetune.training.checkpoint import RunState, check_identity, load_into, prune, read_state, save_checkpoint, tensors_of
 from mpfinetune.training.evaluate import evaluate
+from mpfinetune.training.leaks import LeakWatch, memory_of_ranks
 from mpfinetune.training.learning_rate import learning_rate
+from mpfinetune.training.oom import MicroSize
 from mpfinetune.training.optim import NamedOptimizer
 from mpfinetune.training.prepare import PreparedRun
 
@@ -56,6 +59,8 @@ class Trainer:
         self.update = self._make_update()
         strategy.update = self.update
         self.skipped_in_a_row = 0
+        self.micro_size = MicroSize(strategy, self.config, reporter, tracker)
+        self.leaks = LeakWatch(self.config.watch, strategy.context.world_size)
 
     def fit(self) -> None:
         """Train from the present position to the end, evaluating and saving on the way; collective.
@@ -63,6 +68,7 @@ class Trainer:
         Raises:
             Stopped: a signal asked for it; the state is saved.
             NotFinite: the gradients stay infinite or NaN; the last checkpoint is left as it is.
+            DoesNotFit: out of memory with one row at once.
         """
         every_evaluation, every_save = self.config.eval.every_steps, self.config.checkpoint.every_steps
         if self.state.step == 0 and self.config.eval.at_start:
@@ -71,8 +77,7 @@ class Trainer:
             for epoch, index, batch in self._updates():
                 started = time.perf_counter()
                 lr = learning_rate(self.config.train, self.config.optimizer.lr, self.state.applied_updates, self.total_updates)
-                torch.manual_seed(stream_seed(self.config.train.seed, "update", self.state.step, self.strategy.context.rank))
-                outcome = self.strategy.train_step(batch, lr, stop_requested=bool(stop))
+                outcome = self.micro_size.attempt(partial(self._update_once, batch, lr, bool(stop)), self.state)
                 self._advance(epoch, index, batch, outcome)
                 seconds = time.perf_counter() - started
                 self._log(epoch + (index + 1) / self.loader.updates_per_epoch, batch, outcome, lr, seconds)
@@ -85,11 +90,20 @@ class Trainer:
                 if outcome.stop_requested and not last:
                     raise Stopped
 
+    def settle_micro_size(self) -> None:
+        """Once before training, after a resume: what was found earlier, or ``batch.micro_size: auto``; collective."""
+        self.micro_size.settle(self.state, self.loader.longest_batch())
+
+    def _update_once(self, batch: GlobalBatch, lr: float, stop_requested: bool) -> StepOutcome:
+        """The random numbers begin anew each time: an update that is run again is that of a run which had the smaller micro-batch all along."""
+        torch.manual_seed(stream_seed(self.config.train.seed, "update", self.state.step, self.strategy.context.rank))
+        return self.strategy.train_step(batch, lr, stop_requested)
+
     def evaluate(self) -> dict[str, float]:
         """Score the held-out rows at the present weights; collective."""
         if self.evaluation_loader is None:
             return {}
-        metrics = evaluate(self.strategy, self.evaluation_loader, self.run.data)
+        metrics = self.micro_size.attempt(partial(evaluate, self.strategy, self.evaluation_loader, self.run.data), self.state)
         value = metrics[self.run.data.best_metric]
         self.state.score = -value if self.run.data.lower_is_better else value
         self.tracker.log_evaluation(self.state.step, "evaluation", metrics)
@@ -167,8 +181,7 @@ class Trainer:
 
     def _log(self, epoch: float, batch: GlobalBatch, outcome: StepOutcome, lr: float, seconds: float) -> None:
         context = self.strategy.context
-        peaks = torch.zeros(context.world_size, dtype=torch.float64, device=context.device)
-        peaks[context.rank] = peak_memory_bytes(context.device)
+        peaks, held = memory_of_ranks(context, peak_memory_bytes(context.device))
         self.tracker.log_update(
             step=self.state.step,
             epoch=epoch,
@@ -179,9 +192,13 @@ class Trainer:
             samples_per_second=batch.real_rows / seconds,
             tokens_per_second=batch.token_count / seconds,
             step_seconds=seconds,
-            peak_memory_bytes=[int(value) for value in context.sum_over_world(peaks).tolist()],
+            peak_memory_bytes=peaks,
+            held_bytes=held,
             skipped=outcome.skipped,
         )
+        for leak in self.leaks.note(self.state.step, held):
+            self.reporter.say(str(leak))
+            self.tracker.log_event(self.state.step, "leak", asdict(leak))
 
     def _adapter_identity(self) -> dict[str, Any]:
         """A checkpoint of an adapter run holds what learns; the base is read from the model's files, and must be the same one."""

@@ -73,11 +73,13 @@ def train(run: PreparedRun, reporter: Reporter) -> None:
         if context.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             save_config(config, run_dir / "config.yaml")
-            (run_dir / "plan.json").write_text(run.planned.plan.to_json(), encoding="utf-8")
             if checkpoint is None:
                 shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         trainer.tracker.truncate_after(trainer.state.step if checkpoint is not None else -1)
         context.barrier()
+        trainer.settle_micro_size()
+        if context.rank == 0:
+            (run_dir / "plan.json").write_text(trainer.strategy.plan.to_json(), encoding="utf-8")
         reporter.say(f"training: {progress_summary(trainer.loader, trainer.total_updates)}")
         try:
             trainer.fit()
