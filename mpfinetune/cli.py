@@ -1,10 +1,11 @@
-"""The command line: ``python -m mpfinetune plan|train|eval|export CONFIG [key=value ...]``.
+"""The command line: ``python -m mpfinetune plan|train|eval|export CONFIG [key=value ...]``, and ``doctor``.
 
 Exit codes: 0 done, 2 a mistake of the user's (config, model, data, world size, checkpoint), 1 anything else.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -115,6 +116,30 @@ def export(
         reporter.say(f"exported {count:,} parameters of {chosen.name} to {target} ({kind_of_export(planned)})")
 
     _run(config, overrides, run)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of lines.")] = False,
+    build: Annotated[bool, typer.Option(help="Build what is compiled on this machine (CPUAdam), where it is not yet; minutes.")] = False,
+    run_dir: Annotated[Path, typer.Option(help="Where runs would be written.")] = Path("runs"),
+) -> None:
+    """Check this machine: driver, cards, copies, memory, disk, compilers, libraries. Exit code 1 if a check fails."""
+    from mpfinetune.doctor import diagnose
+
+    _quiet_libraries()
+    rows = []
+    for row in diagnose(run_dir, build):
+        rows.append(row)
+        if not as_json:
+            print(row, flush=True)
+    failed = sum(row.result.status == "fail" for row in rows)
+    warned = sum(row.result.status == "warn" for row in rows)
+    if as_json:
+        print(json.dumps({"failed": failed, "warned": warned, "checks": [row.as_dict() for row in rows]}, indent=2))
+    else:
+        print(f"{len(rows)} checks, {warned} with a warning, {failed} failed")
+    raise typer.Exit(EXIT_FAILURE if failed else EXIT_DONE)
 
 
 def main() -> None:

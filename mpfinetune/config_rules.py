@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         "one whose stages_per_rank divides the number of entries of partition.stages (2 stages a process for interleaved and zbv)",
     ),
     Rule("batch.global_size", lambda c: c.batch.global_size >= 1, "at least 1 row"),
-    Rule("batch.micro_size", lambda c: c.batch.micro_size == "auto" or c.batch.micro_size >= 1, "at least 1 row, or auto"),
+    Rule("batch.micro_size", lambda c: c.batch.micro_size == "auto" or c.batch.micro_size >= 1, "at least 1 row"),
     Rule(
         "batch.micro_size",
         lambda c: c.batch.micro_size == "auto" or c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size,

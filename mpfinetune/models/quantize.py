@@ -125,6 +125,15 @@ class TensorQuantizer:
         return result
 
 
+def nf4_round_trip_error(device: torch.device) -> float:
+    """Whether bitsandbytes works here: the largest error of a matrix of weights in [-1, 1] that is quantised and read back."""
+    import bitsandbytes.functional as bnb_functional
+
+    weights = torch.linspace(-1.0, 1.0, 16 * BLOCK, device=device).reshape(-1, BLOCK)
+    packed, state = bnb_functional.quantize_4bit(weights, blocksize=BLOCK, quant_type="nf4")
+    return float((bnb_functional.dequantize_4bit(packed, state) - weights).abs().max())
+
+
 def return_freed_memory() -> None:
     """Give what was freed back to the system. glibc keeps the room of the full-precision tensors, scattered between the small quantised ones:
     a llama of 302 MiB in bf16 ended at 313 MiB instead of 100."""

@@ -91,6 +91,31 @@ def build_op(name: str, builder_name: str, say: Callable[[str], None]) -> Any:
         ) from error
 
 
+def is_built(name: str) -> bool:
+    """Whether the cache has a compiled part, so that a run does not have to build it."""
+    return (_build_folder(name) / f"{name}.so").exists()
+
+
+def cpu_adam_error(say: Callable[[str], None]) -> float:
+    """Whether CPUAdam works here: the largest difference of two updates from torch's AdamW; builds it first where need be.
+
+    Raises:
+        LaunchError: it cannot be built or loaded.
+    """
+    import torch
+
+    prepare_ops("cpu", "none", "cpu", say)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1.0, 1.0, 1024)) for _ in range(2))
+    for kind, parameter in ((DeepSpeedCPUAdam, ours), (torch.optim.AdamW, theirs)):
+        optimizer = kind([parameter], lr=1e-2, weight_decay=0.01)
+        for _ in range(2):
+            parameter.grad = parameter.detach().cos()
+            optimizer.step()
+    return float((ours - theirs).abs().max())
+
+
 def clear_stale_lock(folder: Path) -> bool:
     """Remove the lock file of a build that is not running any more; whether there was one."""
     lock = folder / "lock"

@@ -37,9 +37,9 @@ class Leak:
 class Growth:
     """Tells a steady growth from noise, from a single jump and from settling.
 
-    The last ``steps`` values are cut into five parts. Growth is steady where each part's smallest value is above that of the part before,
-    the last of these rises is no mere remainder of the first ones, and all together are more than ``floor_bytes``. Noise does not move
-    the smallest values far, a jump moves one of them only, and what settles rises less and less.
+    The last ``steps`` values are cut into five parts. Growth is steady where the smallest value rises from each part to the next, nowhere by
+    less than half of the mean rise, and by more than ``floor_bytes`` in all. Noise does not move the smallest values far, a jump moves one
+    of them only, and what settles rises less and less.
     """
 
     def __init__(self, steps: int, floor_bytes: float) -> None:
@@ -55,11 +55,11 @@ class Growth:
             return None
         seen = list(self.values)
         bounds = [count * part // _PARTS for part in range(_PARTS + 1)]
-        # The last of equal values: a growth that sets in within the first part begins after it.
+        # Of equal values the last: growth that sets in within the first part begins after it.
         lowest = [min(seen[start:stop], key=lambda pair: (pair[1], -pair[0])) for start, stop in pairwise(bounds)]
         rises = [after[1] - before[1] for before, after in pairwise(lowest)]
         total = sum(rises)
-        if min(rises) <= 0 or total <= self.floor_bytes or rises[-1] < total / len(rises) / 4:
+        if total <= self.floor_bytes or min(rises) < total / len(rises) / 2:
             return None
         (first_step, first), (last_step, last) = lowest[0], lowest[-1]
         return first_step, (last - first) / (last_step - first_step)

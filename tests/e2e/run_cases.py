@@ -21,6 +21,7 @@ from mpfinetune.training import checkpoint, run
 from mpfinetune.training.checkpoint import RankTensors, RunState, save_checkpoint
 from mpfinetune.training.loop import Trainer
 from mpfinetune.training.prepare import PreparedRun, plan_run, prepare_run
+from tests.oom_injection import out_of_memory_at
 
 
 @contextlib.contextmanager
@@ -66,3 +67,19 @@ def build_local(config: Path) -> Trainer:
     prepared = prepare_run(plan_run(load_config(config), None), lambda text: None)
     context = DistContext(0, 1, torch.device("cpu"))
     return run._trainer(prepared, context, Reporter(enabled=False), tracking=False)
+
+
+def train_out_of_memory(config: str, rank: int, update: int, microbatch: int) -> list[str]:
+    """As ``train``; on one rank the forward pass of a microbatch (from 0) of an update (from 1) runs out of memory once."""
+    original = Trainer._update_once
+    done: list[int] = []
+
+    def injected(self: Trainer, *arguments: Any) -> Any:
+        if dist.get_rank() != rank or self.state.step != update - 1 or done:
+            return original(self, *arguments)
+        done.append(self.state.step)
+        with out_of_memory_at(microbatch):
+            return original(self, *arguments)
+
+    with mock.patch.object(Trainer, "_update_once", injected):
+        return train(config)

@@ -316,6 +316,8 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLUE, {"batch.global_size": 0}, "batch.global_size: 0 given, must be at least 1 row"),
     (GLUE, {"batch.micro_size": 0}, "batch.micro_size: 0 given, must be at least 1 row"),
     (GLUE, {"batch.micro_size": 32}, "batch.micro_size: 32 given, must be at most batch.global_size"),
+    (GLUE, {"watch.leak_steps": 4}, "watch.leak_steps: 4 given, must be at least 5 updates, or 0"),
+    (GLUE, {"watch.leak_mib": -1}, "watch.leak_mib: -1.0 given, must be 0 or more"),
     (GLUE, {"optimizer.lr": 0}, "optimizer.lr: 0.0 given, must be greater than 0"),
     (GLUE, {"optimizer.weight_decay": -0.1}, "optimizer.weight_decay: -0.1 given, must be 0 or more"),
     (GLUE, {"optimizer.betas": [0.9, 1.0]}, "optimizer.betas: [0.9, 1.0] given, must be two numbers in [0, 1)"),
@@ -526,7 +528,7 @@ def test_wrong_overrides_are_reported_with_everything_else(tmp_path: Path) -> No
     assert lines[1].startswith("override '=3': must have the form key=value")
     assert lines[2].startswith("override 'optimizer.lr=[': cannot be read: ") and "\n" not in lines[2]
     assert "train.epoch: unknown key (did you mean 'epochs'?)" in lines
-    assert "batch.micro_size: 'x' given, must be a whole number" in lines
+    assert "batch.micro_size: 'x' given, must be a whole number or auto" in lines
     assert "epochs: unknown key (did you mean 'train.epochs'?)" in lines
 
 

@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": BASE | {"models", "data"},
     "strategies": BASE | {"models", "data", "planning", "dist"},
     "training": BASE | {"models", "data", "planning", "strategies", "dist", "reports"},
-    "cli": BASE | {"models", "data", "planning", "strategies", "training", "dist", "reports"},
+    "doctor": BASE | {"models", "planning", "strategies"},
+    "cli": BASE | {"models", "data", "planning", "strategies", "training", "dist", "reports", "doctor"},
 }
 # Modules at the top of the package that belong to one part.
 PART_OF_MODULE = {

@@ -219,3 +219,42 @@ def test_rows_of_the_table() -> None:
     assert first[:3] == (0, "0", "embed, 0-1") and len(first) == 8
     mib = [float(text) for text in first[4:]]
     assert mib[3] == pytest.approx(sum(mib[:3]), abs=0.2)
+
+
+# --- the size of a microbatch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "rows", "start", "largest"),
+    [
+        ({"strategy": "local"}, World("cpu", 1), 16, 4, 16),
+        ({"strategy": "local"}, World("cpu", 1), 3, 3, 3),
+        (TWO, World("cpu", 2, 2), 16, 4, 8),
+        (TWO, World("cpu", 2, 2), 5, 2, 2),
+        (TWO, World("cpu", 4, 4), 16, 4, 4),
+        ({**TWO, "schedule": "gpipe"}, World("cpu", 2, 2), 16, 4, 16),
+        ({**FOUR, "schedule": "zbv"}, World("cpu", 2, 2), 16, 4, 4),
+        ({**FOUR, "schedule": "interleaved_1f1b"}, World("cpu", 2, 2), 6, 3, 3),
+        ({"strategy": "zero", "zero": {"stage": 1}}, World("cpu", 2, 2), 7, 4, 4),
+    ],
+)
+def test_auto_begins_small_and_ends_where_the_schedule_does(changes: dict[str, Any], world: World, rows: int, start: int, largest: int) -> None:
+    plan = plan_of(world, **changes, batch={"global_size": rows, "micro_size": "auto"})
+    assert (plan.micro_size, plan.largest_micro_size) == (start, largest)
+    assert plan.with_micro_size(largest).micro_size == largest
+
+
+def test_another_size_is_the_plan_that_the_config_would_have_given() -> None:
+    for size in (1, 2, 4):
+        batch = {"global_size": 8, "micro_size": size}
+        assert plan_of(**TWO).with_micro_size(size) == plan_of(**TWO, batch=batch)
+    with pytest.raises(ConfigError, match=r"1f1b over 2 ranks needs at least 2; set batch.micro_size to at most 4"):
+        plan_of(**TWO).with_micro_size(8)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_is_refused_where_a_probe_could_not_go_on(stage: int) -> None:
+    changes = {"strategy": "zero", "zero": {"stage": stage}, "batch": {"global_size": 8, "micro_size": "auto"}}
+    assert plan_of(World("cpu", 1, 1), **changes).micro_size == 4
+    with pytest.raises(ConfigError, match=rf"batch.micro_size: auto given with zero.stage: {stage} over 2 processes.*set zero.stage: 1"):
+        plan_of(World("cpu", 2, 2), **changes)
