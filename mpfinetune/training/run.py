@@ -46,8 +46,10 @@ def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
         reporter.say("parameters by device: " + ", ".join(f"{device}: {count:,}" for device, count in counts.items()))
     if planned.config.quantize != "none":
         reporter.say(in_words(planned.facts, planned.config.quantize))
+    probed = planned.config.batch.micro_size == "auto"
     reporter.say(
         f"batch: {plan.global_size} rows per update = {plan.microbatches} microbatches x {plan.micro_size} rows x {plan.replicas} replica(s)"
+        + (f" (auto: the largest that fits, up to {plan.largest_micro_size}, is looked for before training)" if probed else "")
         + (f"; a rank idles {plan.bubble:.0%} of a step if the stages take equally long" if plan.pipeline_ranks > 1 else "")
     )
 

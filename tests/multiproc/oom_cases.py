@@ -28,8 +28,13 @@ class Injection:
     kind: str = "torch"
 
 
-def train(problem: Problem, changes: dict[str, Any], injection: Injection | None = None, engine: bool = False) -> dict[str, Any]:
-    """The problem's updates; after a failure the micro-batch is halved and the update is run again, as the training loop does."""
+def train(
+    problem: Problem, changes: dict[str, Any], injection: Injection | None = None, engine: bool = False, halved_at: int | None = None
+) -> dict[str, Any]:
+    """The problem's updates; after a failure the micro-batch is halved and the update is run again, as the training loop does.
+
+    ``halved_at``: from that update on it is half as large without any failure.
+    """
     if engine:
         task = zero_cases.Task(problem.family, problem.precision, problem.shapes)
         strategy, batches = zero_cases.build(task, changes), zero_cases.batches_of(task)
@@ -37,6 +42,8 @@ def train(problem: Problem, changes: dict[str, Any], injection: Injection | None
         strategy, batches = training_cases.build(problem, changes), training_cases.make_batches(problem)
     rank, losses, norms, failures, sizes = strategy.context.rank, [], [], [], []
     for step, batch in enumerate(batches):
+        if step == halved_at:
+            strategy.set_micro_size(strategy.plan.micro_size // 2)
         fails = injection is not None and (injection.rank, injection.update) == (rank, step)
         with out_of_memory_at(injection.microbatch, injection.where, injection.kind) if injection and fails else nullcontext():
             outcome = None

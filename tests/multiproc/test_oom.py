@@ -87,6 +87,37 @@ def test_an_engine_drops_what_it_has_gathered(two_ranks: RankPool, changes: dict
     check_recovery(two_ranks, Problem("gpt2", shapes=SHAPES), changes, Injection(1, 1, 1, where), engine=True)
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[RankPool]:
+    with RankPool(1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "precision", "where"),
+    [
+        (1, "none", "fp32", "backward"),
+        (1, "none", "bf16", "forward"),
+        (2, "none", "fp32", "forward"),
+        (2, "cpu", "bf16", "backward"),
+        (3, "none", "fp32", "backward"),
+        (3, "cpu", "bf16", "forward"),
+    ],
+)
+def test_an_engine_of_one_process_goes_on(one_rank: RankPool, stage: int, offload: str, precision: str, where: str) -> None:
+    """Its buckets, partitions and gathered weights are as if the broken pass had never been."""
+    places = {"optimizer": offload, "parameters": offload if stage == 3 else "none"}
+    changes = {"strategy": "zero", "zero": {"stage": stage}, "offload": places, **micro(2)}
+    arguments = {"problem": Problem("gpt2", shapes=SHAPES, precision=precision), "engine": True, "changes": changes}
+    (hit,) = one_rank.run(CASE, {**arguments, "injection": Injection(0, 1, 2, where)}, LIMIT_SECONDS)
+    (halved,) = one_rank.run(CASE, {**arguments, "halved_at": 1}, LIMIT_SECONDS)
+    assert [(step, ranks, agreed) for step, ranks, agreed, _ in hit["failures"]] == [(1, [0], True)]
+    for key in ("losses", "norms"):
+        assert hit[key] == pytest.approx(halved[key], abs=1e-6)
+    for name, value in halved["parameters"].items():
+        torch.testing.assert_close(hit["parameters"][name], value, atol=1e-6, rtol=0)
+
+
 def test_an_engine_that_cannot_go_on_ends_instead_of_hanging() -> None:
     """The ranks meet within the passes of stages 2 and 3; a pool of its own, since the other rank is killed in one."""
     changes = {"strategy": "zero", "zero": {"stage": 3}, **micro(2)}
