@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,10 +13,9 @@ from torch import Tensor
 from mpfinetune.models.stage import StageModule
 
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB (injected)"
-KINDS: dict[str, Exception] = {
-    "torch": torch.OutOfMemoryError(WORDS),
-    "cpu": RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-}
+CPU_WORDS = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+# Made anew each time: an error that is kept keeps the frames in which it was raised.
+KINDS: dict[str, Callable[[], Exception]] = {"torch": lambda: torch.OutOfMemoryError(WORDS), "cpu": lambda: RuntimeError(CPU_WORDS)}
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def out_of_memory_at(microbatch: int, where: str = "forward", kind: str = "torch
         calls.append(batch["input_ids"].shape[0])
         fails = len(calls) == microbatch + 1
         if fails and where == "forward":
-            raise KINDS[kind]
+            raise KINDS[kind]()
         output = forward(self, hidden, **batch)
         return _FailingBackward.apply(output, kind) if fails else output
 
@@ -63,4 +62,4 @@ class _FailingBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise KINDS[ctx.kind]
+        raise KINDS[ctx.kind]()

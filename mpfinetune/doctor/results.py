@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,31 +59,39 @@ def run_children(task: str, seconds: float, ranks: int = 1, device: str = "cpu",
     Raises:
         ChildFailure: any of them failed, or was not done after ``seconds``; all are ended.
     """
-    with tempfile.TemporaryDirectory(prefix="mpfinetune_doctor_", ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, "-m", "mpfinetune.doctor.child", task, device, str(ranks), str(Path(folder) / "store")]
+    with tempfile.TemporaryDirectory(prefix="mpfinetune_doctor_", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "mpfinetune.doctor.child", task, device, str(ranks), str(folder / "store")]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        processes: list[subprocess.Popen[str]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                process = subprocess.Popen(
-                    [*command, str(rank)], env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-                processes.append(process)
-            return [_answer(process, seconds) for process in processes]
+                # Files, not pipes: a full pipe (NCCL_DEBUG) would stop the child.
+                with open(folder / f"{rank}.out", "wb") as output, open(folder / f"{rank}.err", "wb") as errors:
+                    processes.append(subprocess.Popen([*command, str(rank)], env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=errors))
+            _wait(processes, folder, seconds)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+                process.kill()
+                process.wait()
+        return [json.loads(_lines(folder / f"{rank}.out")[-1]) for rank in range(ranks)]
 
 
-def _answer(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise ChildFailure(f"not done after {seconds:.0f} s") from None
-    if process.returncode != 0:
-        lines = [line.strip() for line in errors.splitlines() if line.strip()] or [f"ended with exit code {process.returncode}"]
-        raise ChildFailure(lines[-1][:300])
-    answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return answer
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
+    """Until all have ended well; the first that fails is the cause, and the others may be waiting for it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((rank for rank, code in enumerate(codes) if code not in (None, 0)), None)
+        if failed is not None:
+            lines = _lines(folder / f"{failed}.err") or [f"ended with exit code {codes[failed]}"]
+            raise ChildFailure(lines[-1][:300])
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise ChildFailure(f"not done after {seconds:.0f} s")
+        time.sleep(0.05)
+
+
+def _lines(path: Path) -> list[str]:
+    return [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

@@ -151,7 +151,8 @@ class MicroSize:
         """What a found size holds for: under another layout, or another wish, it is looked for anew."""
         plan = self.strategy.plan
         given = {"batch.micro_size": self.config.batch.micro_size, "data.max_length": self.config.data.max_length}
-        return {**given, "strategy": plan.strategy, "device": plan.device_type, "pipeline_ranks": plan.pipeline_ranks, "replicas": plan.replicas}
+        made = {"strategy": plan.strategy, "schedule": plan.schedule, "pipeline_ranks": plan.pipeline_ranks, "replicas": plan.replicas}
+        return {**given, **made, "device": plan.device_type}
 
     def _in_words(self) -> str:
         plan = self.strategy.plan

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mpfinetune.strategies.oom import MemoryGuard, out_of_memory_words
-
-CPU_WORDS = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+from tests.oom_injection import CPU_WORDS
 
 
 def wrapped(cause: Exception) -> Exception:
