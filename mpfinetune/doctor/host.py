@@ -15,10 +15,11 @@ import psutil
 import torch
 
 from mpfinetune.config import DistConfig
-from mpfinetune.doctor.results import GIB, ChildFailure, Machine, Result, run_children
+from mpfinetune.doctor.results import GIB, ChildFailure, ChildTimeout, Machine, Result, run_children
 
 _CHILD_SECONDS = 25.0
 _BUILD_SECONDS = 300.0
+_TRY_AGAIN = "the machine is busy, or the library hangs while it loads: run the doctor again when nothing else runs"
 # The largest error of values in [-1, 1] in NF4, whose widest step is 0.30.
 _NF4_ERROR = 0.16
 
@@ -79,6 +80,8 @@ def cpu_adam(machine: Machine) -> Result:
         return Result("warn", "CPUAdam is not built yet", todo)
     try:
         (answer,) = run_children("cpu_adam", _CHILD_SECONDS if built else _BUILD_SECONDS)
+    except ChildTimeout as late:
+        return Result("warn", f"CPUAdam: {late}", _TRY_AGAIN)
     except ChildFailure as failure:
         return Result("fail", f"CPUAdam does not run: {failure}", "see the message; or leave offload.optimizer: none")
     if not answer["error"] < 1e-4:
@@ -100,6 +103,8 @@ def bitsandbytes(machine: Machine) -> Result:
     device = "cuda" if machine.cards else "cpu"
     try:
         (answer,) = run_children("bitsandbytes", _CHILD_SECONDS, device=device)
+    except ChildTimeout as late:
+        return Result("warn", f"bitsandbytes: {late}", _TRY_AGAIN)
     except ChildFailure as failure:
         return Result("fail", f"bitsandbytes does not load: {failure}", "reinstall it; quantize and the 8-bit optimizers need it")
     if not answer["error"] < _NF4_ERROR:

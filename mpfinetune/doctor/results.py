@@ -53,11 +53,15 @@ class ChildFailure(Exception):
     """A child process raised, crashed or did not end in time; the message says which."""
 
 
+class ChildTimeout(ChildFailure):
+    """It did not end in time: it hangs, or the machine is busy."""
+
+
 def run_children(task: str, seconds: float, ranks: int = 1, device: str = "cpu", environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """Run a task of ``doctor.child`` in ``ranks`` processes that can meet; returns what each has found.
 
     Raises:
-        ChildFailure: any of them failed, or was not done after ``seconds``; all are ended.
+        ChildFailure: any of them failed, or (``ChildTimeout``) was not done after ``seconds``; all are ended.
     """
     with tempfile.TemporaryDirectory(prefix="mpfinetune_doctor_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -89,7 +93,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, seconds: float
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline:
-            raise ChildFailure(f"not done after {seconds:.0f} s")
+            raise ChildTimeout(f"not done after {seconds:.0f} s")
         time.sleep(0.05)
 
 

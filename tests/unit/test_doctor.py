@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mpfinetune import doctor
 from mpfinetune.cli import app
 from mpfinetune.doctor import cards, host, results
-from mpfinetune.doctor.results import ChildFailure, Machine, Result, run_children
+from mpfinetune.doctor.results import ChildFailure, ChildTimeout, Machine, Result, run_children
 from mpfinetune.planning.capability import Card
 
 MACHINE = Machine(Path("runs"), cards=0)
@@ -100,7 +100,7 @@ def pair(right: bool = True, rate: float = 20.0) -> dict[str, Any]:
         ([{"pairs": [pair(), pair()]}], "ok", "right in 2 directions"),
         ([{"pairs": [pair(), pair(rate=0.4)]}], "warn", "at least 0.4 GB/s"),
         ([{"pairs": [pair(right=False)]}], "fail", "wrong bytes: card 0 to 1"),
-        (ChildFailure("not done after 60 s"), "fail", "not done after 60 s"),
+        (ChildTimeout("not done after 60 s"), "fail", "not done after 60 s"),
     ],
 )
 def test_copies_between_cards(monkeypatch: pytest.MonkeyPatch, answer: Any, status: str, words: str) -> None:
@@ -164,6 +164,8 @@ def test_a_missing_compiler_is_named_with_its_package(monkeypatch: pytest.Monkey
         (host.cpu_adam, [{"error": 0.1}], "fail"),
         (host.cpu_adam, [{"error": float("nan")}], "fail"),
         (host.cpu_adam, ChildFailure("fatal error: Python.h"), "fail"),
+        (host.cpu_adam, ChildTimeout("not done after 25 s"), "warn"),
+        (host.bitsandbytes, ChildTimeout("not done after 25 s"), "warn"),
         (host.libaio, [{"here": True}], "ok"),
         (host.libaio, [{"here": False}], "warn"),
         (host.bitsandbytes, [{"error": 0.13}], "ok"),
@@ -172,7 +174,7 @@ def test_a_missing_compiler_is_named_with_its_package(monkeypatch: pytest.Monkey
         (host.ranks, [{"right": True, "limit_kept": True}, {"right": True}], "ok"),
         (host.ranks, [{"right": True, "limit_kept": False}, {"right": True}], "fail"),
         (host.ranks, [{"right": True, "limit_kept": True}, {"right": False}], "fail"),
-        (host.ranks, ChildFailure("not done after 50 s"), "fail"),
+        (host.ranks, ChildTimeout("not done after 50 s"), "fail"),
     ],
 )
 def test_conclusions_from_child_processes(monkeypatch: pytest.MonkeyPatch, check: Any, answer: Any, status: str) -> None:
@@ -197,7 +199,7 @@ def test_a_child_that_hangs_or_fails_is_ended_and_told(monkeypatch: pytest.Monke
     script.write_text(f'#!/bin/sh\ncase "$3" in {cases} esac\n')
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(ChildFailure, match=r"not done after 0 s"):
+    with pytest.raises(ChildTimeout, match=r"not done after 0 s"):
         run_children("hang", 0.2)
     with pytest.raises(ChildFailure, match="Error: no kernel image"):
         run_children("fail", 10)
