@@ -12,8 +12,7 @@ import torch
 from mpfinetune.models.load import stream_seed
 from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.oom import OutOfMemory
-from tests.multiproc import training_cases, zero_cases
-from tests.multiproc.training_cases import LR, SEED, Problem
+from tests.multiproc.training_cases import LR, SEED, Problem, build, make_batches
 from tests.oom_injection import out_of_memory_at
 
 
@@ -28,20 +27,14 @@ class Injection:
     kind: str = "torch"
 
 
-def train(
-    problem: Problem, changes: dict[str, Any], injection: Injection | None = None, engine: bool = False, halved_at: int | None = None
-) -> dict[str, Any]:
+def train(problem: Problem, changes: dict[str, Any], injection: Injection | None = None, halved_at: int | None = None) -> dict[str, Any]:
     """The problem's updates; after a failure the micro-batch is halved and the update is run again, as the training loop does.
 
     ``halved_at``: from that update on it is half as large without any failure.
     """
-    if engine:
-        task = zero_cases.Task(problem.family, problem.precision, problem.shapes)
-        strategy, batches = zero_cases.build(task, changes), zero_cases.batches_of(task)
-    else:
-        strategy, batches = training_cases.build(problem, changes), training_cases.make_batches(problem)
+    strategy = build(problem, changes)
     rank, losses, norms, failures, sizes = strategy.context.rank, [], [], [], []
-    for step, batch in enumerate(batches):
+    for step, batch in enumerate(make_batches(problem)):
         if step == halved_at:
             strategy.set_micro_size(strategy.plan.micro_size // 2)
         fails = injection is not None and (injection.rank, injection.update) == (rank, step)
@@ -68,10 +61,10 @@ def train(
     }
 
 
-def train_without_retry(problem: Problem, changes: dict[str, Any], injection: Injection, engine: bool) -> None:
+def train_without_retry(problem: Problem, changes: dict[str, Any], injection: Injection) -> None:
     """As ``train``, but a failure ends the case: on this rank only, where the others do not know of it."""
     with mock.patch.object(Strategy, "set_micro_size", side_effect=AssertionError("a retry was tried")):
-        train(problem, changes, injection, engine)
+        train(problem, changes, injection)
 
 
 def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:

@@ -33,9 +33,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def check_recovery(pool: RankPool, problem: Problem, changes: dict[str, Any], injection: Injection, engine: bool = False) -> None:
+def check_recovery(pool: RankPool, problem: Problem, changes: dict[str, Any], injection: Injection) -> None:
     """Against the run that has the halved micro-batch all along: losses, norms and weights."""
-    arguments = {"problem": problem, "engine": engine}
+    arguments = {"problem": problem}
     hit = pool.run(CASE, {**arguments, "changes": {**changes, **micro(2)}, "injection": injection}, LIMIT_SECONDS)
     small = pool.run(CASE, {**arguments, "changes": {**changes, **micro(1)}}, LIMIT_SECONDS)
     for result, reference in zip(hit, small, strict=True):
@@ -84,7 +84,7 @@ def test_dropout_is_that_of_the_smaller_size(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("changes", [OFFLOADED, {"strategy": "zero", "zero": {"stage": 1}}], ids=["pipeline-offload", "zero-1"])
 def test_an_engine_drops_what_it_has_gathered(two_ranks: RankPool, changes: dict[str, Any], where: str) -> None:
     prepare_ops("cpu", "none", "cpu", print)
-    check_recovery(two_ranks, Problem("gpt2", shapes=SHAPES), changes, Injection(1, 1, 1, where), engine=True)
+    check_recovery(two_ranks, Problem("gpt2", shapes=SHAPES), changes, Injection(1, 1, 1, where))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_an_engine_of_one_process_goes_on(one_rank: RankPool, stage: int, offloa
     """Its buckets, partitions and gathered weights are as if the broken pass had never been."""
     places = {"optimizer": offload, "parameters": offload if stage == 3 else "none"}
     changes = {"strategy": "zero", "zero": {"stage": stage}, "offload": places, **micro(2)}
-    arguments = {"problem": Problem("gpt2", shapes=SHAPES, precision=precision), "engine": True, "changes": changes}
+    arguments = {"problem": Problem("gpt2", shapes=SHAPES, precision=precision), "changes": changes}
     (hit,) = one_rank.run(CASE, {**arguments, "injection": Injection(0, 1, 2, where)}, LIMIT_SECONDS)
     (halved,) = one_rank.run(CASE, {**arguments, "halved_at": 1}, LIMIT_SECONDS)
     assert [(step, ranks, agreed) for step, ranks, agreed, _ in hit["failures"]] == [(1, [0], True)]
@@ -121,7 +121,7 @@ def test_an_engine_of_one_process_goes_on(one_rank: RankPool, stage: int, offloa
 def test_an_engine_that_cannot_go_on_ends_instead_of_hanging() -> None:
     """The ranks meet within the passes of stages 2 and 3; a pool of its own, since the other rank is killed in one."""
     changes = {"strategy": "zero", "zero": {"stage": 3}, **micro(2)}
-    arguments = {"problem": Problem("gpt2", shapes=SHAPES), "engine": True, "changes": changes, "injection": Injection(1, 1, 1)}
+    arguments = {"problem": Problem("gpt2", shapes=SHAPES), "changes": changes, "injection": Injection(1, 1, 1)}
     with RankPool(2) as pool, pytest.raises(RankFailure) as failure:
         pool.run("tests.multiproc.oom_cases:train_without_retry", arguments, LIMIT_SECONDS)
     assert (failure.value.rank, failure.value.type_name) == (1, "OutOfMemory")
