@@ -24,7 +24,8 @@ def visible_cards() -> list[Card]:
     """The cards that torch can use."""
     if not torch.cuda.is_available():
         return []
-    return [Card(torch.cuda.get_device_name(index), tuple(torch.cuda.get_device_capability(index))) for index in range(torch.cuda.device_count())]
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Card(card.name, (card.major, card.minor)) for card in properties]
 
 
 def driver(machine: Machine) -> Result:
