@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 
 from mpfinetune.models.stage import StageModule
 
@@ -36,6 +37,22 @@ def out_of_memory_at(microbatch: int, where: str = "forward", kind: str = "torch
 
     with mock.patch.object(StageModule, "forward", counted):
         yield calls
+
+
+@contextmanager
+def no_room_for_buffers() -> Iterator[None]:
+    """Once, a pipeline stage cannot make its receive buffers for a new shape."""
+    setup = PipelineStage._setup_forward_recv_info
+    done: list[int] = []
+
+    def failing(self: PipelineStage, *arguments: Any, **options: Any) -> None:
+        if not done:
+            done.append(self.stage_index)
+            raise torch.OutOfMemoryError(WORDS)
+        setup(self, *arguments, **options)
+
+    with mock.patch.object(PipelineStage, "_setup_forward_recv_info", failing):
+        yield
 
 
 @contextmanager

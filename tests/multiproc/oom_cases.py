@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from mpfinetune.models.load import stream_seed
 from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.oom import OutOfMemory
 from tests.multiproc.training_cases import LR, SEED, Problem, build, make_batches
-from tests.oom_injection import out_of_memory_at
+from tests.oom_injection import no_room_for_buffers, out_of_memory_at
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def train(problem: Problem, changes: dict[str, Any], injection: Injection | None
         if step == halved_at:
             strategy.set_micro_size(strategy.plan.micro_size // 2)
         fails = injection is not None and (injection.rank, injection.update) == (rank, step)
-        with out_of_memory_at(injection.microbatch, injection.where, injection.kind) if injection and fails else nullcontext():
+        with _failing(injection) if injection is not None and fails else nullcontext():
             outcome = None
             while outcome is None:
                 torch.manual_seed(stream_seed(SEED, "update", step, rank))
@@ -59,6 +59,12 @@ def train(problem: Problem, changes: dict[str, Any], injection: Injection | None
         "sizes": sizes,
         "parameters": weights_of(strategy),
     }
+
+
+def _failing(injection: Injection) -> AbstractContextManager[Any]:
+    if injection.where == "buffers":
+        return no_room_for_buffers()
+    return out_of_memory_at(injection.microbatch, injection.where, injection.kind)
 
 
 def train_without_retry(problem: Problem, changes: dict[str, Any], injection: Injection) -> None:

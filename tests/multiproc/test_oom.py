@@ -57,6 +57,7 @@ ROWS = [
     pytest.param("llama", {}, Injection(0, 0, 0), id="at-the-very-first-pass"),
     pytest.param("bert", {}, Injection(1, 2, 3, "backward"), id="at-the-very-last-pass"),
     pytest.param("bert", {"schedule": "gpipe"}, Injection(1, 1, 2, kind="cpu"), id="gpipe"),
+    pytest.param("gpt2", {}, Injection(1, 1, 0, "buffers"), id="no-room-for-buffers"),
     pytest.param("llama", {"trainable": ["last_1_blocks", "head"]}, Injection(1, 1, 1), id="no-gradient-crosses"),
     *(
         pytest.param("gpt2", changes, Injection(rank, 1, 5, where), id=f"{schedule}-{where}")
