@@ -185,6 +185,11 @@ class TrainConfig:
 class EvalConfig:
     every_steps: int | None = option(None, "Evaluate every N updates, besides the end. Null: only at the end.")
     at_start: bool = option(True, "Evaluate once before the first update, so that the gain is seen.")
+    full_precision_every: int = option(
+        0,
+        "At every N-th evaluation score the rows once more with fp32 weights and the original, unquantised base, so that drift through "
+        "rounding is seen (`mpfinetune eval` then always does). Reads the model's files again, one block at a time. 0: never.",
+    )
 
 
 @dataclass

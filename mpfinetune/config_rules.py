@@ -221,6 +221,12 @@ RULES: tuple[Rule, ...] = (
     Rule("train.warmup_steps", lambda c: c.train.warmup_steps is None or c.train.warmup_steps >= 0, "0 or more, or null"),
     Rule("train.max_skipped_updates", lambda c: c.train.max_skipped_updates >= 0, "0 or more"),
     Rule("eval.every_steps", lambda c: c.eval.every_steps is None or c.eval.every_steps >= 1, "at least 1, or null"),
+    Rule("eval.full_precision_every", lambda c: c.eval.full_precision_every >= 0, "0 (never) or more"),
+    Rule(
+        "eval.full_precision_every",
+        lambda c: c.eval.full_precision_every == 0 or c.precision != "fp32" or c.quantize != "none",
+        "0 for precision: fp32 without quantize: every evaluation is at full precision already",
+    ),
     Rule("checkpoint.every_steps", lambda c: c.checkpoint.every_steps is None or c.checkpoint.every_steps >= 1, "at least 1, or null"),
     Rule("checkpoint.keep", lambda c: c.checkpoint.keep >= 1, "at least 1"),
     Rule("dist.timeout_seconds", lambda c: c.dist.timeout_seconds > 0, "greater than 0"),

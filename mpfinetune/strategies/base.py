@@ -8,7 +8,7 @@ tensors live. A new strategy is one module here and one row in ``build.STRATEGIE
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpfinetune.data.batches import GlobalBatch
+from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
 from mpfinetune.dist import DistContext, all_reduce_buckets, broadcast_buckets
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
@@ -133,6 +133,16 @@ class Strategy(ABC):
         for stage in self.stages.values():
             stage.eval()
         self._forward(batch, observe)
+
+    def own_microbatches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """This replica's rows as (inputs, labels), the same number of microbatches on every one: a rank with fewer would leave the others waiting."""
+        padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
+        rows = padded.row_count // self.context.replicas
+        own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
+        for start in range(0, rows, self.plan.micro_size):
+            part = {name: t[start : start + self.plan.micro_size].to(self.context.device) for name, t in own.tensors.items()}
+            labels = part.pop("labels")
+            yield part, labels
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of shared parameters over their copies, so that every copy has the whole."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,6 +150,20 @@ class DeepSpeedUpdate:
         if self.strategy.context.replica == 0:
             found |= {f"{name}/step": torch.tensor(float(step)) for name in self._learning}
         return found
+
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight in fp32), gathered one by one on every replica; collective over the replicas, which must name the same."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name in names:
+            parameter = self._parameters[name]
+            if name in self._learning:
+                whole = safe_get_full_fp32_param(parameter)
+                assert whole is not None and whole.numel() > 0, f"{name} could not be gathered"
+                yield name, whole.detach().reshape(whole_shape(parameter))
+            else:
+                with gathered(parameter):
+                    yield name, parameter.detach().float()
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:

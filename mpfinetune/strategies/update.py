@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +36,7 @@ class Update(Protocol):
     def weight_tensors(self) -> dict[str, Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass
@@ -119,6 +121,12 @@ class PlainUpdate:
 
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
         self.optimizer.load(weights, states)
+
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight in fp32) of parameters of this rank that are not quantised: the master where there is one; no copies to change."""
+        masters, parameters = self.optimizer.weight_tensors(), self.strategy.named_parameters()
+        for name in names:
+            yield name, masters.get(name, parameters[name].detach()).float()
 
     def _reduce_gradients(self) -> None:
         """Sum over the copies of shared parameters, then over the replicas."""

@@ -23,12 +23,15 @@ from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
+from mpfinetune.strategies.full_precision import FullPrecisionForward
 from mpfinetune.strategies.update import LossScale, PlainUpdate, Update
 from mpfinetune.training.checkpoint import RunState, check_identity, load_into, prune, read_state, save_checkpoint, tensors_of
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.learning_rate import learning_rate
 from mpfinetune.training.optim import NamedOptimizer
 from mpfinetune.training.prepare import PreparedRun
+
+FULL_PRECISION_SPLIT = "evaluation_full_precision"  # in metrics.jsonl
 
 
 class Stopped(Exception):
@@ -85,17 +88,36 @@ class Trainer:
                 if outcome.stop_requested and not last:
                     raise Stopped
 
-    def evaluate(self) -> dict[str, float]:
-        """Score the held-out rows at the present weights; collective."""
+    def evaluate(self, full_precision: bool | None = None) -> dict[str, float]:
+        """Score the held-out rows at the present weights; collective.
+
+        Args:
+            full_precision: also with every weight in full precision. Default: at every ``eval.full_precision_every``-th evaluation.
+        """
         if self.evaluation_loader is None:
             return {}
+        self.state.evaluations += 1
+        every = self.config.eval.full_precision_every
         metrics = evaluate(self.strategy, self.evaluation_loader, self.run.data)
         value = metrics[self.run.data.best_metric]
         self.state.score = -value if self.run.data.lower_is_better else value
         self.tracker.log_evaluation(self.state.step, "evaluation", metrics)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.reporter.say(f"evaluation at update {self.state.step} ({len(self.run.data.evaluation)} rows): {shown}")
+        if full_precision or (full_precision is None and every and self.state.evaluations % every == 0):
+            self._evaluate_at_full_precision(self.evaluation_loader, metrics["loss"])
         return metrics
+
+    def _evaluate_at_full_precision(self, loader: UpdateLoader, loss: float) -> None:
+        """The same rows with fp32 weights and the unquantised base; how far ``loss`` is from theirs is the cost of rounding."""
+        planned = self.run.planned
+        forward = FullPrecisionForward(self.strategy, self.config, planned.hf_config, self.run.folder)
+        metrics = evaluate(self.strategy, loader, self.run.data, forward)
+        difference = loss - metrics["loss"]
+        self.tracker.log_evaluation(self.state.step, FULL_PRECISION_SPLIT, {**metrics, "loss_difference": difference})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        held = self.config.precision if self.config.quantize == "none" else f"{self.config.quantize} and {self.config.precision}"
+        self.reporter.say(f"  at full precision: {shown}; the loss in {held} is {abs(difference):.5f} {'higher' if difference >= 0 else 'lower'}")
 
     def save(self) -> None:
         """Write a checkpoint of the present state; collective."""

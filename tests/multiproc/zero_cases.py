@@ -172,7 +172,7 @@ def load_bytes(folder: str, part_bytes: int) -> dict[str, float]:
     plan = make_plan(config, facts, World("cpu", 2, dist.get_world_size()))
     context = make_context(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), 1, timedelta(seconds=60))
     zero.join_deepspeed(context)
-    parts = zero.part_spans(facts, 4, part_bytes)
+    parts = zero.part_spans(facts, plan.spans[0], 4, part_bytes)
     process, seen, done = psutil.Process(), [0.0], threading.Event()
     before = process.memory_full_info().uss
 

@@ -328,6 +328,12 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLUE, {"train.warmup_steps": -1}, "train.warmup_steps: -1 given, must be 0 or more, or null"),
     (GLUE, {"train.max_skipped_updates": -1}, "train.max_skipped_updates: -1 given, must be 0 or more"),
     (GLUE, {"eval.every_steps": 0}, "eval.every_steps: 0 given, must be at least 1, or null"),
+    (GLUE, {"precision": "bf16", "eval.full_precision_every": -1}, "eval.full_precision_every: -1 given, must be 0 (never) or more"),
+    (
+        GLUE,
+        {"eval.full_precision_every": 2},
+        "eval.full_precision_every: 2 given, must be 0 for precision: fp32 without quantize: every evaluation is at full precision already",
+    ),
     (GLUE, {"checkpoint.every_steps": 0}, "checkpoint.every_steps: 0 given, must be at least 1, or null"),
     (GLUE, {"checkpoint.keep": 0}, "checkpoint.keep: 0 given, must be at least 1"),
     (GLUE, {"dist.timeout_seconds": 0}, "dist.timeout_seconds: 0.0 given, must be greater than 0"),
