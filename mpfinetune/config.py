@@ -177,7 +177,9 @@ class TrainConfig:
     warmup_steps: int | None = option(None, "Number of warm-up updates, in place of warmup_ratio.")
     seed: int = option(42, "Seeds the new head, the data order and dropout; the run is a function of it and the layout.")
     max_skipped_updates: int = option(
-        10, "Consecutive updates that may be skipped for a gradient that is not finite before the run stops, the last checkpoint kept."
+        10,
+        "Consecutive updates that may be skipped for a gradient that is not finite before the run stops, the last checkpoint kept. Of fp16 "
+        "those at the smallest loss scale (1) count; above it an overflow halves the scale.",
     )
 
 

@@ -111,6 +111,8 @@ class DeepSpeedUpdate:
             dist_init_required=False,
         )
         self.zero: Any = self.engine.optimizer
+        self._scaler: Any = getattr(self.zero, "loss_scaler", None)
+        self._keep_the_run_at_the_smallest_scale()
         if self.in_place:
             # They would count backward passes and move gradients away under the pipeline's runtime.
             for hook in self.zero._grad_acc_hooks:
@@ -120,6 +122,32 @@ class DeepSpeedUpdate:
     def loss_scale(self) -> float:
         """What the strategy multiplies the loss with; under strategy zero the engine does it in its backward."""
         return float(self.zero.loss_scale) if self.in_place else 1.0
+
+    @property
+    def _scale_is_dynamic(self) -> bool:
+        return bool(getattr(self._scaler, "dynamic", False))
+
+    def _keep_the_run_at_the_smallest_scale(self) -> None:
+        """DeepSpeed would raise at an overflow there; the training loop counts them and ends the run with its own message."""
+        if self._scale_is_dynamic:
+            self._scaler.raise_error_at_min_scale = False
+
+    @property
+    def scale_is_smallest(self) -> bool:
+        """Whether an overflow now would not be a matter of the scale; true where nothing is scaled."""
+        return not self._scale_is_dynamic or self._scaler.cur_scale <= self._scaler.min_scale
+
+    def scale_state(self) -> tuple[float, int] | None:
+        """The dynamic loss scale and the updates since its last change; None where nothing is scaled."""
+        scaler = self._scaler
+        if not self._scale_is_dynamic:
+            return None
+        return float(scaler.cur_scale), (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+
+    def load_scale_state(self, value: float, updates_since_change: int) -> None:
+        """Put back what ``scale_state`` gave; a run in another precision ignores it."""
+        if self._scale_is_dynamic:
+            self._scaler.cur_scale, self._scaler.cur_iter, self._scaler.last_overflow_iter = value, updates_since_change, -1
 
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.

@@ -25,7 +25,7 @@ from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.full_precision import FullPrecisionForward
 from mpfinetune.strategies.update import LossScale, PlainUpdate, Update
-from mpfinetune.training.checkpoint import RunState, check_identity, load_into, prune, read_state, save_checkpoint, tensors_of
+from mpfinetune.training.checkpoint import RunState, check_identity, complete_checkpoints, load_into, prune, read_state, save_checkpoint, tensors_of
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.learning_rate import learning_rate
 from mpfinetune.training.optim import NamedOptimizer
@@ -75,8 +75,9 @@ class Trainer:
                 started = time.perf_counter()
                 lr = learning_rate(self.config.train, self.config.optimizer.lr, self.state.applied_updates, self.total_updates)
                 torch.manual_seed(stream_seed(self.config.train.seed, "update", self.state.step, self.strategy.context.rank))
+                scale_was_smallest = self.update.scale_is_smallest
                 outcome = self.strategy.train_step(batch, lr, stop_requested=bool(stop))
-                self._advance(epoch, index, batch, outcome)
+                self._advance(epoch, index, batch, outcome, scale_was_smallest)
                 seconds = time.perf_counter() - started
                 self._log(epoch + (index + 1) / self.loader.updates_per_epoch, batch, outcome, lr, seconds)
                 bar.advance(loss=outcome.loss, lr=lr, tokens_per_second=batch.token_count / seconds)
@@ -121,8 +122,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present state; collective."""
-        if isinstance(self.update, PlainUpdate) and self.update.scale.dynamic:
-            self.state.loss_scale, self.state.updates_at_loss_scale = self.update.scale.value, self.update.scale.updates_since_change
+        scale = self.update.scale_state()
+        if scale is not None:
+            self.state.loss_scale, self.state.updates_at_loss_scale = scale
         saved = save_checkpoint(self.checkpoints, self.state, tensors_of(self.strategy), self.strategy.context)
         if self.strategy.context.rank == 0:
             prune(self.checkpoints, self.config.checkpoint.keep, saved)
@@ -143,8 +145,8 @@ class Trainer:
             )
         self.load_weights(checkpoint)
         self.state = replace(state, identity=self.state.identity)
-        if isinstance(self.update, PlainUpdate) and self.update.scale.dynamic and state.loss_scale is not None:
-            self.update.scale.value, self.update.scale.updates_since_change = state.loss_scale, state.updates_at_loss_scale
+        if state.loss_scale is not None:
+            self.update.load_scale_state(state.loss_scale, state.updates_at_loss_scale)
 
     def load_weights(self, checkpoint: Path) -> None:
         """Weights and optimizer state of a checkpoint, for this rank's parameters."""
@@ -167,7 +169,7 @@ class Trainer:
                     return
             epoch, index = epoch + 1, 0
 
-    def _advance(self, epoch: int, index: int, batch: GlobalBatch, outcome: StepOutcome) -> None:
+    def _advance(self, epoch: int, index: int, batch: GlobalBatch, outcome: StepOutcome, scale_was_smallest: bool) -> None:
         state = self.state
         state.step += 1
         state.tokens += batch.token_count
@@ -177,15 +179,25 @@ class Trainer:
             state.applied_updates += 1
             self.skipped_in_a_row = 0
             return
-        self.skipped_in_a_row += 1
-        self.reporter.say(f"update {state.step} skipped: the gradient's norm is {outcome.grad_norm}; weights and optimizer are unchanged")
+        scale = self.update.scale_state()
+        now = "" if scale is None else f"; the loss scale is now {scale[0]:g}"
+        self.reporter.say(f"update {state.step} skipped: the gradient's norm is {outcome.grad_norm}; weights and optimizer are unchanged{now}")
+        # Above the smallest scale an overflow is a part of the search for the scale: fp16 may begin with many.
+        self.skipped_in_a_row += scale_was_smallest
         if self.skipped_in_a_row > self.config.train.max_skipped_updates:
-            spoilt = sorted({name for names in self.strategy.context.gather_objects(getattr(self.update, "not_finite", [])) for name in names})
-            raise NotFinite(
-                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (train.max_skipped_updates); the newest checkpoint "
-                f"in {self.checkpoints} is from before. First of {len(spoilt)} such parameters: {', '.join(spoilt[:5])}. "
-                "Try a smaller optimizer.lr, more warm-up, or precision: fp32."
-            )
+            raise NotFinite(self._why_not_finite("" if scale is None else f" at the smallest loss scale, {scale[0]:g}"))
+
+    def _why_not_finite(self, where: str) -> str:
+        """The message that ends a run, with the checkpoint to go on from; collective."""
+        spoilt = sorted({name for names in self.strategy.context.gather_objects(getattr(self.update, "not_finite", [])) for name in names})
+        saved = complete_checkpoints(self.checkpoints)
+        # Skipped updates leave the weights alone, so the newest checkpoint is good even if it was saved among them.
+        last_good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"
+        first = f" First of {len(spoilt)} such parameters: {', '.join(spoilt[:5])}." if spoilt else ""
+        return (
+            f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite{where} (train.max_skipped_updates); {last_good}.{first} "
+            f"Try a smaller optimizer.lr, more warm-up, or precision: {'bf16 or fp32' if where else 'fp32'}."
+        )
 
     def _log(self, epoch: float, batch: GlobalBatch, outcome: StepOutcome, lr: float, seconds: float) -> None:
         context = self.strategy.context

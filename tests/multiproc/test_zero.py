@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.zero_cases import Task, plain, train
@@ -154,3 +155,26 @@ def test_stage_3_loads_a_part_at_a_time(tmp_path: Path) -> None:
     with RankPool(2, environment={"MALLOC_MMAP_THRESHOLD_": "131072"}) as pool:
         for seen in pool.run("tests.multiproc.zero_cases:load_bytes", {"folder": str(tmp_path), "part_bytes": 8 * 2**20}, LIMIT_SECONDS):
             assert seen["peak"] < seen["whole"] / 2 + seen["largest_part"] + 16 * 2**20 < seen["whole"]
+
+
+def test_the_engines_loss_scale_is_put_back_and_ends_no_run() -> None:
+    """DeepSpeed refuses fp16 on a CPU, so its scaler alone: halved, grown and stopped as without an engine."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def update_with_scaler() -> DeepSpeedUpdate:
+        update = object.__new__(DeepSpeedUpdate)
+        update._scaler = DynamicLossScaler(4.0, scale_window=3, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
+        update._keep_the_run_at_the_smallest_scale()
+        return update
+
+    update, again = update_with_scaler(), update_with_scaler()
+    assert update.scale_state() == (4.0, 0) and not update.scale_is_smallest
+    for overflow, state in ((True, (2.0, 0)), (False, (2.0, 1)), (False, (2.0, 2))):
+        update._scaler.update_scale(overflow)
+        assert update.scale_state() == state
+    again.load_scale_state(2.0, 2)
+    for overflow in (False, False, True, True, True, True):
+        for one in (update, again):
+            one._scaler.update_scale(overflow)
+        assert again.scale_state() == update.scale_state()
+    assert update.scale_state() == (1.0, 0) and update.scale_is_smallest
