@@ -116,15 +116,19 @@ class Strategy(ABC):
         for name, value in weights.items():
             parameters[name].copy_(value)
 
-    def train_step(self, batch: GlobalBatch, lr: float, stop_requested: bool = False) -> StepOutcome:
-        """One optimizer update over a whole global batch; collective over all ranks."""
+    def train_step(self, batch: GlobalBatch, lr: float, stop_requested: Callable[[], bool] = lambda: False) -> StepOutcome:
+        """One optimizer update over a whole global batch; collective over all ranks.
+
+        Args:
+            stop_requested: asked at the end of the update, so that a signal that came while it ran is seen by all ranks at that same update.
+        """
         assert self.update is not None, "set the update before the first step"
         for stage in self.stages.values():
             stage.train()
         loss = self._forward_backward(batch, self.update.loss_scale)
         norm, skipped = self.update.apply(lr)
         loss = loss.double()
-        mean_loss, stops = self.context.sum_over_world(torch.stack([loss, loss.new_tensor(float(stop_requested))])).tolist()
+        mean_loss, stops = self.context.sum_over_world(torch.stack([loss, loss.new_tensor(float(stop_requested()))])).tolist()
         return StepOutcome(mean_loss, norm, skipped, stops > 0)
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ class Trainer:
                 lr = learning_rate(self.config.train, self.config.optimizer.lr, self.state.applied_updates, self.total_updates)
                 torch.manual_seed(stream_seed(self.config.train.seed, "update", self.state.step, self.strategy.context.rank))
                 scale_was_smallest = self.update.scale_is_smallest
-                outcome = self.strategy.train_step(batch, lr, stop_requested=bool(stop))
+                outcome = self.strategy.train_step(batch, lr, stop_requested=lambda: bool(stop))
                 self._advance(epoch, index, batch, outcome, scale_was_smallest)
                 seconds = time.perf_counter() - started
                 self._log(epoch + (index + 1) / self.loader.updates_per_epoch, batch, outcome, lr, seconds)

@@ -150,7 +150,8 @@ def train(
             strategy.evaluate(batch, lambda out, labels: logits.append(out.detach().float().clone()))
         torch.manual_seed(stream_seed(SEED, "update", step, rank))  # as the training loop does
         with _poisoned(strategy, poison if poison is not None and poison[0] == step else None):
-            outcomes.append(strategy.train_step(batch, LR, stop_requested=rank == stop_rank and step == 1))
+            stops = rank == stop_rank and step == 1
+            outcomes.append(strategy.train_step(batch, LR, stop_requested=lambda stops=stops: stops))
     assert strategy.update is not None
     return {
         "losses": [outcome.loss for outcome in outcomes],
