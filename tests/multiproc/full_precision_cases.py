@@ -47,7 +47,8 @@ def train_and_score(how: Held, layout: dict[str, Any], folder: str | None, score
     """Two updates, a score of all batches at full precision between them where ``score``."""
     strategy, config, hf_config, batches = pieces(how, layout, folder)
     strategy.train_step(batches[0], 1e-2)
-    result: dict[str, Any] = {"weights": copied(tensors_of(strategy).weights)}
+    weights = tensors_of(strategy).weights  # whole on the first replica only
+    result: dict[str, Any] = {"weights": copied(weights) if strategy.context.replica == 0 else {}}
     if score:
         result["loss"] = full_precision_loss(strategy, config, hf_config, folder, batches)
     strategy.train_step(batches[1], 1e-2)

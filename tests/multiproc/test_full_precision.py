@@ -18,6 +18,7 @@ from tests.multiproc.rank_pool import RankPool
 CASE = "tests.multiproc.full_precision_cases:train_and_score"
 TOLERANCE = 1e-5
 LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
+OVERLAP: dict[str, Any] = {"strategy": "local", "partition": {"local_overlap": True, "num_stages": 2}, "devices": 2}
 PIPELINE: dict[str, Any] = {"strategy": "pipeline", "partition": {"rule": "uniform", "num_stages": 2}}
 ZBV: dict[str, Any] = {"strategy": "pipeline", "schedule": "zbv", "partition": {"rule": "uniform", "num_stages": 4}}
 ZERO_3: dict[str, Any] = {"strategy": "zero", "zero": {"stage": 3}}
@@ -47,20 +48,20 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "layout"),
     [
-        held("llama", precision="bf16"),
-        held("gpt2", precision="bf16"),
-        held("bert", adapted=True, precision="bf16", adapter={"type": "none"}, trainable=["head", "last_1_blocks"]),
-        held("llama", adapted=True, **FOUR_BIT),
-        held("bert", adapted=True, quantize="int8", adapter={"type": "lora", "rank": 4, "alpha": 4}),
-        held("llama", adapted=True, **{**FOUR_BIT, "adapter": {"type": "dora", "rank": 4, "alpha": 8}}),
+        (held("llama", precision="bf16"), LOCAL),
+        (held("gpt2", precision="bf16"), OVERLAP),
+        (held("bert", adapted=True, precision="bf16", adapter={"type": "none"}, trainable=["head", "last_1_blocks"]), LOCAL),
+        (held("llama", adapted=True, **FOUR_BIT), LOCAL),
+        (held("bert", adapted=True, quantize="int8", adapter={"type": "lora", "rank": 4, "alpha": 4}), LOCAL),
+        (held("llama", adapted=True, **{**FOUR_BIT, "adapter": {"type": "dora", "rank": 4, "alpha": 8}}), LOCAL),
     ],
-    ids=["bf16-llama", "bf16-gpt2", "bf16-bert-frozen", "nf4-llama", "int8-bert", "nf4-dora-llama"],
+    ids=["bf16-llama", "bf16-gpt2-overlap", "bf16-bert-frozen", "nf4-llama", "int8-bert", "nf4-dora-llama"],
 )
-def test_one_process(how: Held, tmp_path: Path) -> None:
+def test_one_process(how: Held, layout: dict[str, Any], tmp_path: Path) -> None:
     folder = make_folder(how, tmp_path)
-    scored, silent = train_and_score(how, LOCAL, str(folder)), train_and_score(how, LOCAL, str(folder), score=False)
+    scored, silent = (train_and_score(how, layout, str(folder), score) for score in (True, False))
     check(how, folder, [scored])
     assert_same(scored["after"], silent["after"])
 
