@@ -82,11 +82,9 @@ def serve(row: Row, budget_bytes: int) -> None:
     from mpfinetune.models.facts import inspect_model
     from mpfinetune.planning.plan import World, make_plan
     from mpfinetune.strategies.build import build_strategy
-    from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
-    from mpfinetune.strategies.update import PlainUpdate
     from mpfinetune.training.loop import peak_memory_bytes
     from mpfinetune.training.loss import causal_lm_loss_sum
-    from mpfinetune.training.optim import NamedOptimizer
+    from mpfinetune.training.optim import attach_update
 
     torch.set_num_threads(1)
     rank, cpu = int(os.environ["RANK"]), torch.device("cpu")
@@ -110,10 +108,7 @@ def serve(row: Row, budget_bytes: int) -> None:
     context = make_context(rank, 2, cpu, plan.pipeline_ranks, timedelta(seconds=300))
     before = peak_memory_bytes(cpu)
     strategy, _ = build_strategy(config, hf_config, facts, plan, context, causal_lm_loss_sum, None)
-    if plan.zero_stage:
-        strategy.update = DeepSpeedUpdate(strategy, config)
-    else:
-        strategy.update = PlainUpdate(strategy, NamedOptimizer(strategy.named_parameters(), config.optimizer, facts.embeddings), 1.0)
+    attach_update(strategy, config)
     result: dict[str, Any] = {"before": before, "kept": kept_for_backward(strategy, config.recompute != "none"), "fits": [], "peaks": {}}
     result["weights"] = weight_bytes(strategy)
     watch_gradients(strategy, result)

@@ -38,8 +38,14 @@ from mpfinetune.training.optim import NamedOptimizer
 
 ROWS_PER_MICROBATCH, TOKENS, LR, CLIP_NORM = 1, 256, 1e-4, 1.0
 MODEL = {
-    "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "vocab_size": 16384,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
 }
 # The head's logits weigh on the last stage: the even cut and two that give the first stage more.
 CUTS = {"5|5": ["embed, 0-4", "5-9, head"], "6|4": ["embed, 0-5", "6-9, head"], "7|3": ["embed, 0-6", "7-9, head"]}
@@ -216,9 +222,7 @@ def main() -> None:
     report(options.microbatches, tokens, seconds, records if options.record else {})
 
 
-def report(
-    microbatches: int, tokens: int, seconds: dict[tuple[str, str], list[float]], records: dict[str, list[list[dict[str, float]]]]
-) -> None:
+def report(microbatches: int, tokens: int, seconds: dict[tuple[str, str], list[float]], records: dict[str, list[list[dict[str, float]]]]) -> None:
     """Tokens per second of each variant, then the ratios the project promises."""
     labels = {"a": "hand-written, 1 thread", "b": "hand-written, 2 threads", "c": "local, 2 threads", "d": "pipeline, 2 ranks x 1 thread"}
     rounds = len(seconds["a", "hand"])

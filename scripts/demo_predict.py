@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Ask the demonstration's exported model whether two sentences say the same. Uses plain transformers, nothing of mpfinetune.
 
-    python scripts/demo_predict.py "The pilot sold lamps to the judge." "The judge bought lamps from the pilot."
+python scripts/demo_predict.py "The pilot sold lamps to the judge." "The judge bought lamps from the pilot."
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class ParameterFacts:
 @dataclass(frozen=True)
 class LinearFacts:
     """A linear layer inside a block; ``transposed`` where its weight is [in, out] (gpt2's Conv1D)."""
+
     in_features: int
     out_features: int
     transposed: bool = False

@@ -94,9 +94,7 @@ def load_stage(
     return drawn
 
 
-def _read_own_tensors(
-    model: PreTrainedModel, facts: ModelFacts, folder: Path, device_of: DeviceOf, quantizer: TensorQuantizer | None
-) -> set[str]:
+def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, device_of: DeviceOf, quantizer: TensorQuantizer | None) -> set[str]:
     """Read what the files hold of the model's parameters; returns the names that they do not hold."""
     from safetensors import SafetensorError, safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -35,9 +35,7 @@ class _ListedSchedule(_PipelineScheduleRuntime):
     def __init__(self, stages: list[PipelineStage], n_microbatches: int, orders: dict[int, list[Action]], loss_fn: Any) -> None:
         super().__init__(stages, n_microbatches, loss_fn=loss_fn, scale_grads=False)
         kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
-        actions = {
-            rank: [_Action(stage, kinds[kind], index) for stage, kind, index in order] for rank, order in orders.items()
-        }
+        actions = {rank: [_Action(stage, kinds[kind], index) for stage, kind, index in order] for rank, order in orders.items()}
         # The lowering step of torch's runtime, without its check, which refuses an order without backward passes (evaluation).
         self.stage_index_to_group_rank = {stage: rank for rank, order in orders.items() for stage, _, _ in order}
         for stage in stages:

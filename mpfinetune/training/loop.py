@@ -22,13 +22,11 @@ from mpfinetune.planning.tensor_bytes import EIGHT_BIT
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
-from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.full_precision import FullPrecisionForward
-from mpfinetune.strategies.update import LossScale, PlainUpdate, Update
 from mpfinetune.training.checkpoint import RunState, check_identity, complete_checkpoints, load_into, prune, read_state, save_checkpoint, tensors_of
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.learning_rate import learning_rate
-from mpfinetune.training.optim import NamedOptimizer
+from mpfinetune.training.optim import attach_update
 from mpfinetune.training.prepare import PreparedRun
 
 FULL_PRECISION_SPLIT = "evaluation_full_precision"  # in metrics.jsonl
@@ -56,8 +54,7 @@ class Trainer:
         self.total_updates = run.total_updates()
         self.checkpoints = Path(self.config.run_dir) / "checkpoints"
         self.state = RunState(identity=self._identity())
-        self.update = self._make_update()
-        strategy.update = self.update
+        self.update = attach_update(strategy, self.config)
         self.skipped_in_a_row = 0
 
     def fit(self) -> None:
@@ -151,12 +148,6 @@ class Trainer:
     def load_weights(self, checkpoint: Path) -> None:
         """Weights and optimizer state of a checkpoint, for this rank's parameters."""
         load_into(self.strategy, checkpoint)
-
-    def _make_update(self) -> Update:
-        if self.strategy.plan.zero_stage:
-            return DeepSpeedUpdate(self.strategy, self.config)
-        optimizer = NamedOptimizer(self.strategy.named_parameters(), self.config.optimizer, self.run.planned.facts.embeddings)
-        return PlainUpdate(self.strategy, optimizer, self.config.train.clip_norm, LossScale.for_precision(self.config.precision))
 
     def _updates(self) -> Iterator[tuple[int, int, GlobalBatch]]:
         """(epoch, index in the epoch, batch) from the present position to the end of the run."""

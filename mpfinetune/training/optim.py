@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpfinetune.config import OptimizerConfig
+from mpfinetune.config import OptimizerConfig, RunConfig
 from mpfinetune.errors import CheckpointError
 from mpfinetune.models.trainable import decays
 from mpfinetune.planning.tensor_bytes import EIGHT_BIT, SMALLEST_EIGHT_BIT
+from mpfinetune.strategies.base import Strategy
+from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
+from mpfinetune.strategies.update import LossScale, PlainUpdate, Update
 
 
 def _adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -196,3 +199,15 @@ class NamedOptimizer:
     def _placed(value: Tensor, master: Tensor) -> Tensor:
         # torch keeps AdamW's step counter on the CPU; the moments live beside their master.
         return value.clone() if value.ndim == 0 else value.to(master.device, copy=True)
+
+
+def attach_update(strategy: Strategy, config: RunConfig) -> Update:
+    """Give a strategy the update that its plan says, over its own parameters; collective over all ranks."""
+    update: Update
+    if strategy.plan.zero_stage:
+        update = DeepSpeedUpdate(strategy, config)
+    else:
+        optimizer = NamedOptimizer(strategy.named_parameters(), config.optimizer, strategy.facts.embeddings)
+        update = PlainUpdate(strategy, optimizer, config.train.clip_norm, LossScale.for_precision(config.precision))
+    strategy.update = update
+    return update

@@ -139,8 +139,7 @@ def prepare_run(planned: PlannedRun, say: Say) -> PreparedRun:
     vocabulary = planned.hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise ConfigError(
-            f"model.tokenizer: the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary has {vocabulary}; "
-            "they do not belong together"
+            f"model.tokenizer: the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary has {vocabulary}; they do not belong together"
         )
     pad_token_id = choose_pad_token(tokenizer, say)
     # A decoder's classification head looks for the last token that is no padding. A causal LM is not told: its embedding would leave

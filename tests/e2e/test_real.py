@@ -46,8 +46,14 @@ MRPC_OVERRIDES = (f"model.path={MINILM}", f"data.path={MRPC}", "batch.global_siz
 def test_first_losses_on_mrpc_equal_one_process(tmp_path: Path) -> None:
     """20 updates, dropout off: two ranks against ``local`` to 1e-4."""
     overrides = (
-        *MRPC_OVERRIDES, "model.overrides={hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}", "train.max_steps=20",
-        "data.eval_rows=16", "eval.at_start=false", "checkpoint.save_final=false", "checkpoint.every_steps=null", "eval.every_steps=null",
+        *MRPC_OVERRIDES,
+        "model.overrides={hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}",
+        "train.max_steps=20",
+        "data.eval_rows=16",
+        "eval.at_start=false",
+        "checkpoint.save_final=false",
+        "checkpoint.every_steps=null",
+        "eval.every_steps=null",
     )
     two_ranks = losses(train("mrpc_two_cards.yaml", tmp_path / "pipeline", *overrides, timeout_seconds=420))
     whole = ("strategy=local", "partition.rule=null", "partition.stages=[]")

@@ -112,11 +112,7 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-DAMAGE = [
-    (pattern, damage)
-    for pattern in ("weights-*", "optimizer-*", "state.json")
-    for damage in (halve, empty, Path.unlink)
-]
+DAMAGE = [(pattern, damage) for pattern in ("weights-*", "optimizer-*", "state.json") for damage in (halve, empty, Path.unlink)]
 
 
 @pytest.mark.parametrize(("pattern", "damage"), DAMAGE, ids=[f"{pattern}-{damage.__name__}" for pattern, damage in DAMAGE])

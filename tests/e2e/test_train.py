@@ -40,7 +40,17 @@ from tests.multiproc.rank_pool import RankPool
 TRAIN_CASE = "tests.e2e.run_cases:train"
 EXACT, ACROSS_LAYOUTS = 1e-6, 1e-5
 UPDATE_FIELDS = {
-    "step", "epoch", "loss", "lr", "grad_norm", "tokens", "samples_per_second", "tokens_per_second", "step_seconds", "peak_memory_bytes", "skipped"
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "samples_per_second",
+    "tokens_per_second",
+    "step_seconds",
+    "peak_memory_bytes",
+    "skipped",
 }
 
 # --- in this process --------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """The promise: however a model is split, a run has the numbers of one big card.
 
-Each case trains a tiny random model for a few updates of padded, uneven batches on gloo ranks and compares the loss, the global gradient
-norm, every parameter and the evaluation logits with two references: the strategy ``local``, and a plain PyTorch loop that knows
-nothing of the product's step.
+Each case trains a tiny random model for a few updates of padded, uneven batches and compares the loss, the global gradient norm, every
+parameter and the evaluation logits with two references: the strategy ``local``, and a plain PyTorch loop that knows nothing of the product's
+step (none with adapters: there ``local`` is the reference). Two tables: ``COLUMNS``, ways of splitting and feeding, each for the families that it may
+treat differently; and the product of ``LAYOUTS`` with precision, recompute and family, of which every pair of values is run by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,16 +18,32 @@ import pytest
 import torch
 
 from mpfinetune.errors import ConfigError
+from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.families import FAMILIES
 from tests.multiproc.rank_pool import RankPool
-from tests.multiproc.training_cases import Problem, make_batches, plain_loop, train
+from tests.multiproc.training_cases import (
+    SUB_BLOCK_MAPS,
+    Problem,
+    adapter_problem,
+    differences,
+    make_batches,
+    plain_loop,
+    train,
+    worst_of,
+)
 
 TOLERANCE = 1e-5
+# int8 computes in fp16 and rounds what enters a layer to 8 bits, so a last bit of fp32 can become a whole step of 1/127.
+INT8_TOLERANCE = 1e-3
+BF16_LOSS_TOLERANCE = 1e-2
 LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
 CASE = "tests.multiproc.training_cases:train"
 SHAPES_OF_BLOCK_KIND = ("llama", "gpt2", "bert")  # untied decoder, tied decoder, encoder
 FOUR_STAGES = {"partition": {"rule": "uniform", "num_stages": 4}}
 THREE_STAGES = {"partition": {"rule": "uniform", "num_stages": 3}}
+OFFLOADED: dict[str, Any] = {"offload": {"optimizer": "cpu"}}
+# The engine and its first import may take long on a busy machine.
+LIMIT_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +53,25 @@ class Column:
     families: tuple[str, ...]
     changes: dict[str, Any] = field(default_factory=dict)  # of the config
     problem: dict[str, Any] = field(default_factory=dict)  # fields of Problem
-    ranks: int = 2
+    ranks: int = 2  # 0: in the test's own process
     tolerance: float = TOLERANCE
+    adapter: dict[str, Any] | None = None  # keys of the config for ``adapter_problem``; None: no adapter
+
+    def problem_of(self, family: str) -> Problem:
+        return replace(Problem(family) if self.adapter is None else adapter_problem(family, **self.adapter), **self.problem)
 
 
 def by_map(*stages: str) -> dict[str, Any]:
     return {"partition": {"stages": list(stages)}}
+
+
+def zero(stage: int, **offload: str) -> dict[str, Any]:
+    return {"strategy": "zero", "partition": {}, "zero": {"stage": stage}, "offload": offload}
+
+
+def on_blocks(*blocks: int) -> dict[str, Any]:
+    """LoRA on the named blocks of a llama only: the other stages learn nothing."""
+    return {"adapter": {"type": "lora", "rank": 4, "targets": [f"model.layers.{block}.self_attn.q_proj" for block in blocks]}}
 
 
 def micro(size: int) -> dict[str, Any]:
@@ -91,8 +122,64 @@ COLUMNS: dict[str, Column] = {
     "sgd_momentum": Column(SHAPES_OF_BLOCK_KIND, problem={"optimizer": (("name", "sgd"), ("momentum", 0.9), ("lr", 1e-3))}),
     "no_clipping": Column(("gpt2",), problem={"clip_norm": None}),
     "eager_attention": Column(("llama", "bert"), {"model": {}}),
+    # DeepSpeed's engines. The norm is taken group by group over all ranks, and the first rank here has no parameter without decay
+    "offload_embed_alone": Column(("llama",), {**OFFLOADED, **by_map("embed", "0-3, head")}),
+    "offload_zbv": Column(("gpt2",), {**OFFLOADED, "schedule": "zbv", **FOUR_STAGES}),
+    "offload_replicas": Column(("llama", "gpt2"), OFFLOADED, ranks=4),
+    "offload_last_block_learns": Column(("gpt2",), OFFLOADED, {"frozen": ("transformer.w*", "transformer.h.[012].*", "transformer.ln_f*")}),
+    "zero_1_offload": Column(("gpt2",), zero(1, optimizer="cpu")),
+    "zero_2_offload": Column(("llama",), zero(2, optimizer="cpu")),
+    # adapters, quantised bases and stages without anything to learn
+    "lora": Column(SHAPES_OF_BLOCK_KIND, adapter={}),
+    "lora_gpipe": Column(("llama",), {"schedule": "gpipe"}, adapter={}),
+    "lora_zbv": Column(("llama",), {"schedule": "zbv", **FOUR_STAGES}, adapter={}),
+    "lora_nf4": Column(("llama", "bert"), adapter={"quantize": "nf4"}),
+    "lora_int8": Column(("llama", "bert"), adapter={"quantize": "int8"}, tolerance=INT8_TOLERANCE),
+    "rslora": Column(("llama",), adapter={"adapter": {"type": "rslora", "rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}}),
+    "dora_nf4": Column(("bert",), adapter={"quantize": "nf4", "adapter": {"type": "dora", "rank": 4, "targets": ["query", "value"]}}),
+    "lora_first_frozen": Column(("llama",), adapter=on_blocks(2, 3)),
+    "lora_last_frozen": Column(("llama",), adapter=on_blocks(0)),
+    "lora_middle_learns": Column(("llama",), {"schedule": "interleaved_1f1b", **FOUR_STAGES}, adapter=on_blocks(1)),
+    "lora_zbv_frozen_ends": Column(("llama",), {"schedule": "zbv", **FOUR_STAGES}, adapter=on_blocks(1)),
+    "lora_zero_bubble_frozen_ends": Column(("llama",), {"schedule": "interleaved_zero_bubble", **FOUR_STAGES}, adapter=on_blocks(2)),
+    "lora_recompute_frozen_first": Column(("llama",), {"recompute": "full"}, adapter=on_blocks(3)),
+    "lora_pooler_learns": Column(("bert",), adapter={"trainable": ["bert.pooler"]}),
+    "head_learns": Column(("bert",), adapter={"adapter": {"type": "none"}, "trainable": ["head"]}),
 }
 MATRIX = [pytest.param(family, name, id=f"{name}-{family}") for name, column in COLUMNS.items() for family in column.families]
+
+
+# Where tensors live: (changes of the config by family or for all, ranks). Multiplied by precision, recompute and family.
+WHOLE_BLOCKS: dict[str, dict[str, int]] = {
+    "llama": {"": 1, "model.embed_tokens": 0, "model.layers.[01]": 0},
+    "gpt2": {"": 1, "transformer.wte": 0, "transformer.wpe": 0, "transformer.h.[01]": 0},
+    "bert": {"": 1, "bert.embeddings": 0, "bert.encoder.layer.[01]": 0},
+}
+LAYOUTS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
+    "local": (lambda family: LOCAL, 0),
+    "local, map of blocks": (lambda family: {"strategy": "local", "partition": {"device_map": WHOLE_BLOCKS[family]}}, 0),
+    "local, map inside blocks": (lambda family: {"strategy": "local", "partition": {"device_map": SUB_BLOCK_MAPS[family]}}, 0),
+    "local, Pipe": (lambda family: {"strategy": "local", "partition": {"local_overlap": True}}, 0),
+    "pipeline": (lambda family: {}, 2),
+    "pipeline, offload": (lambda family: OFFLOADED, 2),
+    "pipeline x 2 replicas": (lambda family: {}, 4),
+    "zero 1": (lambda family: zero(1), 2),
+    "zero 2": (lambda family: zero(2), 2),
+    "zero 3": (lambda family: zero(3), 2),
+    "zero 3, both offloads": (lambda family: zero(3, optimizer="cpu", parameters="cpu"), 2),
+}
+PRECISIONS, RECOMPUTE = ("fp32", "bf16"), ("none", "full", "offload")
+PRODUCT = list(itertools.product(LAYOUTS, PRECISIONS, RECOMPUTE, SHAPES_OF_BLOCK_KIND))
+
+
+def _is_in_default_tier(layout: str, precision: str, recompute: str, family: str) -> bool:
+    """With these every pair of values of two different axes occurs; ``test_every_pair_is_run`` holds it."""
+    diagonal = list(LAYOUTS).index(layout) + RECOMPUTE.index(recompute)
+    return PRECISIONS[diagonal % 2] == precision and SHAPES_OF_BLOCK_KIND[diagonal % 3] == family
+
+
+PAIRWISE = [case for case in PRODUCT if _is_in_default_tier(*case)]
+PRODUCT_CASES = [pytest.param(*case, id="-".join(case).replace(" ", "_"), marks=() if case in PAIRWISE else pytest.mark.slow) for case in PRODUCT]
 
 
 @pytest.fixture(scope="module")
@@ -110,32 +197,43 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def built_ops() -> None:
+    """In one process, before any rank needs them."""
+    prepare_ops("cpu", "none", "cpu", print)
+
+
 def run(request: pytest.FixtureRequest, ranks: int, case: str = CASE, **arguments: Any) -> list[dict[str, Any]]:
+    if not ranks:
+        return [train(**arguments)]
     pool: RankPool = request.getfixturevalue({2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}[ranks])
-    return pool.run(case, arguments)
+    return pool.run(case, arguments, LIMIT_SECONDS)
 
 
 @cache
+def local_reference(problem: Problem) -> dict[str, Any]:
+    return train(problem, LOCAL)
+
+
+@cache
+def plain_reference(problem: Problem) -> dict[str, Any]:
+    return plain_loop(problem)
+
+
 def references(problem: Problem) -> dict[str, dict[str, Any]]:
     """What the split runs are compared with; the two must also agree with each other."""
-    found = {"local": train(problem, LOCAL), "plain": plain_loop(problem)}
+    if problem.config:  # adapters and quantised bases, or `trainable`: what the plain loop does not know
+        return {"local": train(problem, LOCAL)}
+    found = {"local": local_reference(problem), "plain": plain_reference(problem)}
     check_numbers(found["local"], found["plain"], "local against the plain loop", TOLERANCE)
     return found
 
 
-def check_numbers(result: dict[str, Any], reference: dict[str, Any], what: str, tolerance: float) -> None:
-    """Loss, norm, evaluation logits and every parameter that the result holds."""
-    differences = {key: max(abs(a - b) for a, b in zip(result[key], reference[key], strict=True)) for key in ("losses", "norms")}
-    differences |= {name: worst(value, reference["parameters"][name]) for name, value in result["parameters"].items()}
-    if result["logits"] is not None:
-        differences["logits"] = worst(result["logits"], reference["logits"])
-    name = max(differences, key=lambda key: float("inf") if differences[key] != differences[key] else differences[key])
-    assert differences[name] <= tolerance, f"{what}: worst difference {differences[name]:.2e} in {name}, tolerance {tolerance:.0e}"
-
-
-def worst(left: torch.Tensor, right: torch.Tensor) -> float:
-    assert left.shape == right.shape
-    return float((left - right).abs().max())
+def check_numbers(result: dict[str, Any], reference: dict[str, Any], what: str, tolerance: float) -> float:
+    """Loss, norm, evaluation logits and every parameter that the result holds; returns the largest difference."""
+    name, difference = worst_of(differences(result, reference))
+    assert difference <= tolerance, f"{what}: worst difference {difference:.2e} in {name}, tolerance {tolerance:.0e}"
+    return difference
 
 
 def whole_logits(results: list[dict[str, Any]], rows: int) -> torch.Tensor:
@@ -143,32 +241,63 @@ def whole_logits(results: list[dict[str, Any]], rows: int) -> torch.Tensor:
     return torch.cat([result["logits"] for result in results if result["logits"] is not None])[:rows]
 
 
-def check_split(results: list[dict[str, Any]], problem: Problem, tolerance: float, what: str) -> None:
-    """A split run against both references, and the copies on its ranks against each other."""
+def merge(results: list[dict[str, Any]], problem: Problem) -> dict[str, Any]:
+    """The run that the ranks' parts make together; what several of them hold must be the same."""
     for key in ("losses", "norms", "skipped"):
         assert all(result[key] == results[0][key] for result in results), f"the ranks report different {key}"
     held: dict[str, torch.Tensor] = {}
     for result in results:
+        assert result["frozen_changed"] == []
         for name, value in result["parameters"].items():
             assert torch.equal(value, held.setdefault(name, value)), f"the copies of {name} differ"
     first = [name for result in results if result["replica"] == 0 for name in result["first_held"]]
-    logits = whole_logits(results, make_batches(problem)[-1].real_rows)
+    assert sorted(set(first)) == sorted(first) and set(held) <= set(first)
+    return {**results[0], "parameters": held, "logits": whole_logits(results, make_batches(problem)[-1].real_rows)}
+
+
+def check_split(results: list[dict[str, Any]], problem: Problem, tolerance: float, what: str) -> None:
+    """A split run against its references, and the copies on its ranks against each other."""
+    merged = merge(results, problem)
     for reference_name, reference in references(problem).items():
-        assert sorted(first) == sorted(reference["parameters"]) == sorted(held)
-        merged = {**results[0], "parameters": held, "logits": logits}
+        assert sorted(merged["parameters"]) == sorted(reference["parameters"])
         check_numbers(merged, reference, f"{what} against {reference_name}", tolerance)
 
 
 @pytest.mark.parametrize(("family", "column_name"), MATRIX)
 def test_split_equals_whole(request: pytest.FixtureRequest, family: str, column_name: str) -> None:
     column = COLUMNS[column_name]
-    problem = Problem(family, **column.problem)
+    problem = column.problem_of(family)
     changes = dict(column.changes)
     if "model" in changes:
         changes["model"] = {"path": "in memory", "task": problem.effective_task, "init": "random", "attention": "eager"}
     results = run(request, column.ranks, problem=problem, changes=changes)
-    assert len(results) == column.ranks
+    assert len(results) == max(1, column.ranks)
     check_split(results, problem, column.tolerance, f"{family}, {column_name}")
+
+
+@pytest.mark.parametrize(("layout", "precision", "recompute", "family"), PRODUCT_CASES)
+def test_product(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None], layout: str, precision: str, recompute: str, family: str
+) -> None:
+    """bf16 rounds after other sums, so its parameters part by whole steps of eight bits: its loss is compared, with one process in bf16."""
+    problem = Problem(family, precision=precision, frozen=("bert.embeddings*",) if family == "bert" else ())
+    changes, ranks = LAYOUTS[layout][0](family), LAYOUTS[layout][1]
+    merged = merge(run(request, ranks, problem=problem, changes={**changes, "recompute": recompute}), problem)
+    reference = plain_reference(problem)
+    assert sorted(merged["parameters"]) == sorted(reference["parameters"])
+    if precision == "fp32":
+        worst = check_numbers(merged, reference, f"{layout}, recompute {recompute}, {family}", TOLERANCE)
+    else:
+        worst = max(abs(a - b) for a, b in zip(merged["losses"], reference["losses"], strict=True))
+        assert worst <= BF16_LOSS_TOLERANCE, f"{layout}, recompute {recompute}, {family}: losses part by {worst:.2e}"
+        assert merged["norms"] == pytest.approx(reference["norms"], rel=2e-2)
+    record_property("worst_difference", worst)
+
+
+def test_every_pair_is_run() -> None:
+    axes = [list(LAYOUTS), PRECISIONS, RECOMPUTE, SHAPES_OF_BLOCK_KIND]
+    for left, right in itertools.combinations(range(4), 2):
+        assert {(case[left], case[right]) for case in PAIRWISE} == set(itertools.product(axes[left], axes[right]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -183,17 +312,6 @@ def test_albert_is_refused_by_the_pipeline_and_trains_whole() -> None:
     with pytest.raises(ConfigError, match=r"strategy: the model \(albert\) runs the same layers .* nothing to split over stages"):
         train(problem, {})
     references(problem)
-
-
-@pytest.mark.parametrize("family", SHAPES_OF_BLOCK_KIND)
-def test_bf16_equals_local_bf16(request: pytest.FixtureRequest, family: str) -> None:
-    problem = Problem(family, precision="bf16")
-    local = train(problem, LOCAL)
-    exact = references(replace(problem, precision="fp32"))["plain"]
-    for result in run(request, 2, problem=problem, changes={}):
-        assert result["losses"] == pytest.approx(local["losses"], abs=1e-2)
-        assert result["norms"] == pytest.approx(local["norms"], rel=2e-2)
-        assert result["losses"] == pytest.approx(exact["losses"], abs=5e-2)  # fp32: eight bits more
 
 
 def test_schedules_are_dropped_and_built_again_without_changing_the_numbers(request: pytest.FixtureRequest) -> None:

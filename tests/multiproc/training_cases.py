@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,22 +21,25 @@ from torch import Tensor, nn
 from mpfinetune.config import ModelTask, RunConfig, config_from_dict
 from mpfinetune.data.batches import GlobalBatch, count_targets
 from mpfinetune.dist import DistContext, make_context
-from mpfinetune.models.facts import inspect_model
+from mpfinetune.models.adapters import facts_with_adapters
+from mpfinetune.models.architecture import load_hf_config
+from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.load import stream_seed
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import World, make_plan
-from mpfinetune.strategies import pipeline
+from mpfinetune.strategies import pipeline, zero
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.build import build_stage, build_strategy
-from mpfinetune.strategies.update import LossScale, PlainUpdate
+from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, tensors_of
 from mpfinetune.training.loss import loss_sum_for
-from mpfinetune.training.optim import NamedOptimizer
+from mpfinetune.training.optim import attach_update
 from tests.families import VOCAB_SIZE, task_of, tiny_config
 
 LR, WEIGHT_DECAY, CLIP_NORM, SEED = 1e-3, 0.1, 0.5, 7
 # Not AdamW's 1e-8: a bias of the keys changes no softmax, so its gradient is rounding noise of about 1e-9, which would become a whole step.
 ADAM_EPS = 1e-6
 PAD_TOKEN_ID = 0
+CPU = torch.device("cpu")
 
 Shapes = tuple[tuple[int, int], ...]  # (rows, tokens) of each update
 UNEVEN: Shapes = ((8, 12), (7, 9), (5, 16))
@@ -53,11 +60,43 @@ class Problem:
     optimizer: tuple[tuple[str, Any], ...] = ()
     clip_norm: float | None = CLIP_NORM
     precision: str = "fp32"
+    frozen: tuple[str, ...] = ()
     model_changes: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()  # further keys of the config that belong to the problem: adapter, quantize...
 
     @property
     def effective_task(self) -> ModelTask:
         return self.task or task_of(self.family)
+
+    @property
+    def lr(self) -> float:
+        return float(dict(self.optimizer).get("lr", LR))
+
+
+# Wider than the other tests' models: nf4 takes rows of 64 weights or more.
+_WIDE: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 128},
+    "bert": {"hidden_size": 64, "intermediate_size": 128},
+    "gpt2": {"n_embd": 64},
+}
+
+
+# Devices by module, cut inside the blocks.
+SUB_BLOCK_MAPS: dict[str, dict[str, int]] = {
+    "llama": {
+        "model.embed_tokens": 0, "model.layers.*.self_attn": 0, "model.layers.*.input_layernorm": 0, "model.layers.*.mlp": 1,
+        "model.layers.*.post_attention_layernorm": 1, "model.norm": 1, "lm_head": 1,
+    },
+    "gpt2": {"": 0, "transformer.h.*.mlp": 1, "transformer.wpe": 1, "transformer.ln_f": 1, "lm_head": 1},
+    "bert": {"": 0, "bert.encoder.layer.*.attention": 1, "bert.embeddings.position_embeddings": 1, "classifier": 1},
+    "mpnet": {"": 1, "mpnet.encoder.layer.*.attention": 0},
+}  # fmt: skip
+
+
+def adapter_problem(family: str, **config: Any) -> Problem:
+    """LoRA of rank 4 unless ``config``, keys of the config, says otherwise."""
+    keys = {"adapter": {"type": "lora", "rank": 4}, **config}
+    return Problem(family, optimizer=(("lr", 1e-2),), model_changes=tuple(_WIDE[family].items()), config=tuple(keys.items()))
 
 
 def run_config(problem: Problem, **changes: Any) -> RunConfig:
@@ -70,16 +109,26 @@ def run_config(problem: Problem, **changes: Any) -> RunConfig:
         "optimizer": {"lr": LR, "weight_decay": WEIGHT_DECAY, "eps": ADAM_EPS, **dict(problem.optimizer)},
         "train": {"clip_norm": problem.clip_norm, "seed": SEED},
         "precision": problem.precision,
+        "frozen": list(problem.frozen),
         "run_dir": "unused",
         "device": "cpu",
         "strategy": "pipeline",
         "partition": {"rule": "uniform", "num_stages": 2},
     }
-    return config_from_dict({**base, **changes})
+    return config_from_dict({**base, **dict(problem.config), **changes})
+
+
+def local_over(**partition: Any) -> dict[str, Any]:
+    """Changes of the config: one process over several devices, split as the section says."""
+    return {"strategy": "local", "partition": partition}
 
 
 def hf_config_of(problem: Problem) -> Any:
     return tiny_config(problem.family, num_labels=problem.num_labels, **dict(problem.model_changes))
+
+
+def facts_of(problem: Problem, config: RunConfig) -> ModelFacts:
+    return facts_with_adapters(inspect_model(hf_config_of(problem), config.model.task), config.adapter)
 
 
 def make_batches(problem: Problem) -> list[GlobalBatch]:
@@ -116,52 +165,85 @@ def _make_labels(problem: Problem, input_ids: Tensor, mask: Tensor, generator: t
     return torch.randint(0, problem.num_labels, (rows,), generator=generator)
 
 
-def build(problem: Problem, changes: dict[str, Any], folder: str | None = None) -> Strategy:
-    """The strategy of this rank with its optimizer, as a run builds it."""
-    config, hf_config = run_config(problem, **changes), hf_config_of(problem)
-    facts = inspect_model(hf_config, config.model.task)
+def build(problem: Problem, changes: dict[str, Any], folder: str | Path | None = None, devices: tuple[torch.device, ...] = (CPU, CPU)) -> Strategy:
+    """The strategy of this rank with its update, as a run builds it.
+
+    Args:
+        folder: None draws the weights.
+        devices: of `strategy: local`; the ranks of the others have the CPU.
+    """
+    config = run_config(problem, **changes)
+    facts = facts_of(problem, config)
     distributed = dist.is_initialized() and config.strategy != "local"
-    world = dist.get_world_size() if distributed else 1
-    plan = make_plan(config, facts, World("cpu", 2, world))
-    context = DistContext(0, 1, torch.device("cpu"))
-    if distributed:
-        context = make_context(dist.get_rank(), world, torch.device("cpu"), plan.pipeline_ranks, timedelta(seconds=60))
+    world = dist.get_world_size() if distributed else None
+    plan = make_plan(config, facts, World("cpu", len(devices), world))
+    context = DistContext(0, 1, devices[0], devices=devices)
+    if world is not None:
+        context = make_context(dist.get_rank(), world, CPU, plan.pipeline_ranks, timedelta(seconds=60))
     loss_sum: Any = loss_sum_for(config.model.task, problem.num_labels)
-    strategy, _ = build_strategy(config, hf_config, facts, plan, context, loss_sum, Path(folder) if folder else None)
-    optimizer = NamedOptimizer(strategy.named_parameters(), config.optimizer, facts.embeddings)
-    strategy.update = PlainUpdate(strategy, optimizer, config.train.clip_norm, LossScale.for_precision(config.precision))
+    strategy, _ = build_strategy(config, hf_config_of(problem), facts, plan, context, loss_sum, Path(folder) if folder else None)
+    attach_update(strategy, config)
     return strategy
 
 
 def train(
-    problem: Problem, changes: dict[str, Any], folder: str | None = None, poison: tuple[int, str, float] | None = None, stop_rank: int | None = None
+    problem: Problem,
+    changes: dict[str, Any],
+    folder: str | None = None,
+    updates: tuple[int, int | None] = (0, None),
+    resume: str | None = None,
+    save: str | None = None,
+    poison: tuple[int, str, float] | None = None,
+    stop_rank: int | None = None,
 ) -> dict[str, Any]:
-    """Updates over the problem's batches, with an evaluation of the last batch before the last update.
+    """``run_updates`` on a strategy built for it, from a checkpoint's folder and into a folder of checkpoints where these are given."""
+    strategy = build(problem, changes, folder)
+    if resume is not None:
+        load_into(strategy, Path(resume))
+    result = run_updates(strategy, problem, updates, poison, stop_rank)
+    if save is not None:
+        save_checkpoint(Path(save), RunState(step=len(result["losses"])), tensors_of(strategy), strategy.context)
+    return result
+
+
+def run_updates(
+    strategy: Strategy,
+    problem: Problem,
+    updates: tuple[int, int | None] = (0, None),
+    poison: tuple[int, str, float] | None = None,
+    stop_rank: int | None = None,
+) -> dict[str, Any]:
+    """Updates over the problem's batches from the first to before the last of ``updates``, with an evaluation before the last of them.
 
     ``poison`` = (update, parameter, value): the gradient of that parameter is that value there. ``stop_rank`` asks to stop at update 1.
     """
-    strategy = build(problem, changes, folder)
     rank = strategy.context.rank
-    batches = make_batches(problem)
+    batches = make_batches(problem)[slice(*updates)]
     outcomes: list[StepOutcome] = []
     logits: list[Tensor] = []
+    still = {name: p.detach().clone() for name, p in strategy.named_parameters().items() if not p.requires_grad}
     for step, batch in enumerate(batches):
         if step == len(batches) - 1:
-            strategy.evaluate(batch, lambda out, labels: logits.append(out.detach().float().clone()))
+            strategy.evaluate(batch, lambda out, labels: logits.append(out.detach().float().cpu()))
         torch.manual_seed(stream_seed(SEED, "update", step, rank))  # as the training loop does
         with _poisoned(strategy, poison if poison is not None and poison[0] == step else None):
             stops = rank == stop_rank and step == 1
-            outcomes.append(strategy.train_step(batch, LR, stop_requested=lambda stops=stops: stops))
-    assert strategy.update is not None
+            outcomes.append(strategy.train_step(batch, problem.lr, stop_requested=lambda stops=stops: stops))
+    saved, parameters = tensors_of(strategy), strategy.named_parameters()
+    if strategy.plan.zero_stage == 3:  # the parameters themselves are parts; rank 0 has what a checkpoint holds, whole
+        held = saved.weights if strategy.context.replica == 0 else {}
+    else:
+        held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.is_floating_point()}
     return {
         "losses": [outcome.loss for outcome in outcomes],
         "norms": [outcome.grad_norm for outcome in outcomes],
         "skipped": [outcome.skipped for outcome in outcomes],
         "stops": [outcome.stop_requested for outcome in outcomes],
-        "parameters": {name: p.detach().float().clone() for name, p in strategy.named_parameters().items()},
-        "moments": {name: tensor.clone() for name, tensor in strategy.update.state_tensors().items()},
+        "parameters": {name: tensor.float().cpu().clone() for name, tensor in held.items()},
+        "moments": {name: tensor.float().clone() for name, tensor in saved.states.items()},
         "logits": torch.cat(logits) if logits else None,
         "first_held": sorted(strategy.first_held_names()),
+        "frozen_changed": [name for name, before in still.items() if not torch.equal(before, parameters[name])],
         "replica": strategy.context.replica,
     }
 
@@ -197,13 +279,20 @@ def dropout_masks(problem: Problem, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_loop(problem: Problem) -> dict[str, Any]:
-    """The plainest PyTorch loop on the whole model: one forward, one backward, clip_grad_norm_, torch's optimizer."""
+    """The plainest PyTorch loop on the whole model: one forward, one backward, clip_grad_norm_, torch's optimizer on fp32 weights.
+
+    In bf16 the model holds rounded copies of them.
+    """
     hf_config = hf_config_of(problem)
     facts = inspect_model(hf_config, problem.effective_task)
-    config = run_config(problem, strategy="local", partition={})
-    stage, _ = build_stage(config, hf_config, facts, StageSpan(0, facts.num_blocks, True, True), torch.device("cpu"), None)
+    config = run_config(problem, strategy="local", partition={}, frozen=[])
+    stage, _ = build_stage(config, hf_config, facts, StageSpan(0, facts.num_blocks, True, True), CPU, None)
     model: Any = stage.model  # whole: transformers' own module, nothing replaced
-    optimizer = _plain_optimizer(problem, model)
+    learning = {n: p for n, p in model.named_parameters() if not any(fnmatch(n, pattern) for pattern in problem.frozen)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in learning)
+    masters = {name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in learning.items()}
+    optimizer = _plain_optimizer(problem, masters)
     losses, norms, logits = [], [], None
     batches = make_batches(problem)
     for step, batch in enumerate(batches):
@@ -211,28 +300,34 @@ def plain_loop(problem: Problem) -> dict[str, Any]:
         if step == len(batches) - 1:
             model.eval()
             with torch.no_grad():
-                logits = model(**inputs).logits
+                logits = model(**inputs).logits.float()
             model.train()
-        loss = _plain_loss(model(**inputs).logits, batch.tensors["labels"])
+        loss = _plain_loss(model(**inputs).logits.float(), batch.tensors["labels"])
         loss.backward()
+        for name, parameter in learning.items():
+            masters[name].grad = None if parameter.grad is None else parameter.grad.float()
         max_norm = math.inf if problem.clip_norm is None else problem.clip_norm
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        norms.append(float(nn.utils.clip_grad_norm_(masters.values(), max_norm)))
         losses.append(loss.item())
         optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "parameters": {n: p.detach().clone() for n, p in model.named_parameters()}, "logits": logits}
+        model.zero_grad()
+        with torch.no_grad():
+            for name, parameter in learning.items():
+                parameter.copy_(masters[name])
+    parameters = {facts.canonical_name(name): p.detach().float().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "parameters": parameters, "logits": logits}
 
 
-def _plain_optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:
+def _plain_optimizer(problem: Problem, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     decayed, rest = [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in masters.items():
         is_matrix = parameter.ndim > 1 and "bias" not in name.split(".")[-1]
         (decayed if is_matrix else rest).append(parameter)
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
     settings = dict(problem.optimizer)
     if settings.get("name") == "sgd":
-        return torch.optim.SGD(groups, lr=LR, momentum=settings["momentum"])
-    return torch.optim.AdamW(groups, lr=LR, eps=ADAM_EPS)
+        return torch.optim.SGD(groups, lr=problem.lr, momentum=settings["momentum"])
+    return torch.optim.AdamW(groups, lr=problem.lr, eps=ADAM_EPS)
 
 
 def _plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -244,3 +339,52 @@ def _plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     kept = [target for target in range(len(labels)) if labels[target] >= 0]
     return nn.functional.cross_entropy(logits[kept], labels[kept]) if kept else logits.sum() * 0.0
+
+
+def differences(result: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Largest absolute difference of the losses, the norms, the evaluation's logits and of every parameter that the result holds."""
+    found = {key: max(abs(a - b) for a, b in zip(result[key], reference[key], strict=True)) for key in ("losses", "norms")}
+    found |= {name: largest_gap(value, reference["parameters"][name]) for name, value in result["parameters"].items()}
+    if result["logits"] is not None:
+        found["logits"] = largest_gap(result["logits"][: len(reference["logits"])], reference["logits"])
+    return found
+
+
+def largest_gap(left: Tensor, right: Tensor) -> float:
+    assert left.shape == right.shape, f"{tuple(left.shape)} against {tuple(right.shape)}"
+    return float((left - right).abs().max())
+
+
+def worst_of(found: dict[str, float]) -> tuple[str, float]:
+    """The largest difference and where it is; NaN counts as larger than any number."""
+    name = max(found, key=lambda key: math.inf if math.isnan(found[key]) else found[key])
+    return name, found[name]
+
+
+def load_bytes_of_stage_3(folder: str, part_bytes: int) -> dict[str, float]:
+    """Memory of this process while ZeRO-3 reads a llama from its files: bytes of the whole, of the largest part, of the peak."""
+    config = run_config(Problem("llama"), strategy="zero", partition={}, zero={"stage": 3}, model={"path": folder, "task": "causal_lm"})
+    hf_config = load_hf_config(config.model, None)
+    facts = inspect_model(hf_config, "causal_lm")
+    plan = make_plan(config, facts, World("cpu", 2, dist.get_world_size()))
+    context = make_context(dist.get_rank(), dist.get_world_size(), CPU, 1, timedelta(seconds=60))
+    zero.join_deepspeed(context)
+    parts = zero.part_spans(facts, plan.spans[0], 4, part_bytes)
+    process, seen, done = psutil.Process(), [0.0], threading.Event()
+    before = process.memory_full_info().uss
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(float(process.memory_full_info().uss - before))
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with mock.patch.object(zero, "part_spans", lambda *_: parts):
+        strategy, _ = build_strategy(config, hf_config, facts, plan, context, loss_sum_for("causal_lm", 2), Path(folder))
+    done.set()
+    watcher.join()
+    held: Any = strategy.named_parameters().values()
+    assert all(parameter.numel() == 0 for parameter in held if parameter.ds_persist is False)
+    largest = max(facts.numel(part.parameter_names(facts)) for part in parts) * 4
+    return {"whole": facts.numel(facts.parameters) * 4, "largest_part": largest, "peak": max(seen)}

@@ -18,8 +18,18 @@ from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.planning.device_map import Placement, Transfer, parameters_by_device, resolve_device_map, transfers
 from mpfinetune.strategies.dispatch import dispatch
 from tests.families import task_of, tiny_config
-from tests.local_runs import CPU, build_local, largest_difference, run_updates
-from tests.multiproc.training_cases import Problem, make_batches, plain_loop
+from tests.multiproc.training_cases import (
+    CPU,
+    SUB_BLOCK_MAPS,
+    Problem,
+    build,
+    differences,
+    local_over,
+    make_batches,
+    plain_loop,
+    run_updates,
+    worst_of,
+)
 
 TOLERANCE = 1e-5
 # A second device on a machine without one: under FakeTensorMode torch refuses to mix tensors of the CPU with those of "lazy".
@@ -27,16 +37,6 @@ SECOND = torch.device("lazy:0")
 
 # One of each way to call blocks, to make masks and positions and to tie; all 34 of tests/families passed when this was written.
 FAKE_DEVICE_FAMILIES = ("bert", "bloom", "electra", "gemma3_text", "gpt2", "gpt_neo", "gpt_oss", "llama", "mixtral", "modernbert", "mpnet", "opt")
-
-SUB_BLOCK_MAPS: dict[str, dict[str, int]] = {
-    "llama": {
-        "model.embed_tokens": 0, "model.layers.*.self_attn": 0, "model.layers.*.input_layernorm": 0, "model.layers.*.mlp": 1,
-        "model.layers.*.post_attention_layernorm": 1, "model.norm": 1, "lm_head": 1,
-    },
-    "gpt2": {"": 0, "transformer.h.*.mlp": 1, "transformer.wpe": 1, "transformer.ln_f": 1, "lm_head": 1},
-    "bert": {"": 0, "bert.encoder.layer.*.attention": 1, "bert.embeddings.position_embeddings": 1, "classifier": 1},
-    "mpnet": {"": 1, "mpnet.encoder.layer.*.attention": 0},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +185,8 @@ def test_without_the_hooks_the_same_run_mixes_devices(llama: ModelFacts) -> None
 @pytest.mark.parametrize("family", sorted(SUB_BLOCK_MAPS))
 def test_three_updates_equal_the_plain_loop(family: str) -> None:
     problem = Problem(family)
-    strategy = build_local(problem, {"device_map": SUB_BLOCK_MAPS[family]})
-    assert largest_difference(run_updates(strategy, problem), plain_loop(problem)) < TOLERANCE
+    strategy = build(problem, local_over(device_map=SUB_BLOCK_MAPS[family]))
+    assert worst_of(differences(run_updates(strategy, problem), plain_loop(problem)))[1] < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
@@ -203,29 +203,23 @@ def test_weights_are_read_straight_to_their_devices(family: str, tmp_path: Path,
     placement = resolve_device_map(device_map, facts, 2)
     asked: dict[str, int] = {}
     monkeypatch.setattr(Placement, "device_of", lambda self, name, real=Placement.device_of: asked.setdefault(name, real(self, name)))
-    strategy = build_local(Problem(family), {"device_map": device_map}, folder=tmp_path)
+    strategy = build(Problem(family), local_over(device_map=device_map), tmp_path)
     for name, parameter in strategy.named_parameters().items():
         assert asked[name] == int(".mlp." in name) == placement.homes[name.rpartition(".")[0]], name
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 def test_tied_weights_are_one_parameter_after_the_map() -> None:
-    strategy = build_local(Problem("gpt2"), {"device_map": SUB_BLOCK_MAPS["gpt2"]})
+    strategy = build(Problem("gpt2"), local_over(device_map=SUB_BLOCK_MAPS["gpt2"]))
     model = strategy.stages[0].model
     assert model.get_parameter("lm_head.weight") is model.get_parameter("transformer.wte.weight")
     assert "lm_head.weight" not in strategy.named_parameters()
 
 
-def test_recompute_of_mixed_blocks_gives_the_same_numbers() -> None:
-    problem = Problem("llama")
-    strategy = build_local(problem, {"device_map": SUB_BLOCK_MAPS["llama"]}, recompute="full")
-    assert largest_difference(run_updates(strategy, problem), plain_loop(problem)) < TOLERANCE
-
-
 def test_batch_and_labels_go_where_they_are_needed() -> None:
     """Input ids to the embeddings' device, labels to the logits': recorded, since both are the CPU here."""
     problem = Problem("llama")
-    strategy = build_local(problem, {"device_map": {"": 1, "lm_head": 0}})
+    strategy = build(problem, local_over(device_map={"": 1, "lm_head": 0}))
     asked: list[int] = []
     original = strategy.context.nth_device
     strategy.context.nth_device = lambda number: asked.append(number) or original(number)  # type: ignore[method-assign, func-returns-value]

@@ -17,22 +17,33 @@ from mpfinetune.errors import ConfigError
 from mpfinetune.models.facts import inspect_model
 from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.strategies.local_pipe import LocalPipeStrategy
-from tests.local_runs import CPU, build_local, largest_difference, run_updates
-from tests.multiproc.training_cases import Problem, hf_config_of, make_batches, plain_loop, run_config
+from tests.multiproc.training_cases import (
+    CPU,
+    Problem,
+    build,
+    differences,
+    hf_config_of,
+    local_over,
+    make_batches,
+    plain_loop,
+    run_config,
+    run_updates,
+    worst_of,
+)
 
 TOLERANCE = 1e-5
-OVERLAP: dict[str, Any] = {"local_overlap": True}
+OVERLAP: dict[str, Any] = local_over(local_overlap=True)
 EXIT_SECONDS = 90.0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mpnet"])
 def test_three_uneven_updates_equal_the_plain_loop(family: str) -> None:
     problem = Problem(family)
-    strategy = build_local(problem, OVERLAP)
+    strategy = build(problem, OVERLAP)
     assert isinstance(strategy, LocalPipeStrategy)
     result = run_updates(strategy, problem)
     strategy.close()
-    assert largest_difference(result, plain_loop(problem)) < TOLERANCE
+    assert worst_of(differences(result, plain_loop(problem)))[1] < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -56,9 +67,9 @@ def test_three_uneven_updates_equal_the_plain_loop(family: str) -> None:
 )
 def test_any_contiguous_map_equals_the_plain_loop(partition: dict[str, Any], devices: int) -> None:
     problem = Problem("llama")
-    strategy = build_local(problem, {**OVERLAP, **partition}, (CPU,) * devices)
+    strategy = build(problem, local_over(local_overlap=True, **partition), devices=(CPU,) * devices)
     assert strategy.plan.num_stages == devices
-    assert largest_difference(run_updates(strategy, problem), plain_loop(problem)) < TOLERANCE
+    assert worst_of(differences(run_updates(strategy, problem), plain_loop(problem)))[1] < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -66,12 +77,7 @@ def test_any_contiguous_map_equals_the_plain_loop(partition: dict[str, Any], dev
 )
 def test_scores_ignored_rows_and_odd_sizes_equal_the_plain_loop(problem: Problem) -> None:
     """Scores are floating labels that pass through Pipe; 11 rows are more microbatches than the plan's 4, so the pipe is made anew."""
-    assert largest_difference(run_updates(build_local(problem, OVERLAP), problem), plain_loop(problem)) < TOLERANCE
-
-
-def test_recompute_works_in_the_worker_threads() -> None:
-    problem = Problem("llama")
-    assert largest_difference(run_updates(build_local(problem, OVERLAP, recompute="full"), problem), plain_loop(problem)) < TOLERANCE
+    assert worst_of(differences(run_updates(build(problem, OVERLAP), problem), plain_loop(problem)))[1] < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mpnet"])
@@ -79,19 +85,19 @@ def test_a_shared_weight_on_two_devices_is_computed_from_one_owner(family: str, 
     """As if the devices differed: the later stage computes with an image of the first one's parameter, whose gradient flows back."""
     monkeypatch.setattr(LocalPipeStrategy, "_needs_copy", lambda self, owner, other: True)
     problem = Problem(family)
-    strategy = build_local(problem, OVERLAP)
+    strategy = build(problem, OVERLAP)
     assert isinstance(strategy, LocalPipeStrategy) and len(strategy._copies) == 1
     module, leaf, owner, _ = strategy._copies[0]
     result = run_updates(strategy, problem)
     assert getattr(module, leaf) is not owner and not isinstance(getattr(module, leaf), nn.Parameter)
-    assert largest_difference(result, plain_loop(problem)) < TOLERANCE
+    assert worst_of(differences(result, plain_loop(problem)))[1] < TOLERANCE
 
 
 def test_workers_end_with_the_strategy_and_it_can_go_on_after_close() -> None:
     problem = Problem("llama")
     gc.collect()
     before = threading.active_count()
-    strategy = build_local(problem, OVERLAP)
+    strategy = build(problem, OVERLAP)
     assert isinstance(strategy, LocalPipeStrategy)
     batch = make_batches(problem)[0]
     strategy.train_step(batch, 1e-3)
@@ -107,7 +113,7 @@ def test_workers_end_with_the_strategy_and_it_can_go_on_after_close() -> None:
 
 def test_an_error_in_a_stage_is_raised_and_leaves_nothing_behind() -> None:
     problem = Problem("llama")
-    strategy = build_local(problem, OVERLAP)
+    strategy = build(problem, OVERLAP)
     batch = make_batches(problem)[0]
     stage = strategy.stages[1]
     handle = stage.register_forward_pre_hook(lambda module, args: (_ for _ in ()).throw(RuntimeError("no memory left")))
@@ -159,6 +165,6 @@ def test_the_interpreter_ends_without_a_hang_or_an_abort(how: str, code: int) ->
 )
 def test_a_map_that_cannot_overlap_is_refused(partition: dict[str, Any], devices: int, message: str) -> None:
     problem = Problem("llama")
-    config = run_config(problem, strategy="local", partition={**OVERLAP, **partition})
+    config = run_config(problem, **local_over(local_overlap=True, **partition))
     with pytest.raises(ConfigError, match=message):
         make_plan(config, inspect_model(hf_config_of(problem), "causal_lm"), World("cpu", devices))

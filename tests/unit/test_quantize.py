@@ -17,23 +17,23 @@ from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.planning.tensor_bytes import learning_names
 from mpfinetune.strategies.build import build_stage
 from tests.families import tiny_config
-from tests.multiproc.adapter_cases import build, case, facts_of, hf_config_of, make_batches, run_config, task_of
+from tests.multiproc.training_cases import adapter_problem, build, facts_of, hf_config_of, make_batches, run_config, task_of
 
 LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
 CPU = torch.device("cpu")
 
 
 def stage_of(family: str, folder: Path | None, **changes: Any) -> Any:
-    wanted = case(family, **changes)
-    config = run_config(wanted, **LOCAL)
-    facts = facts_of(wanted, config)
-    return build_stage(config, hf_config_of(wanted), facts, StageSpan(0, facts.num_blocks, True, True), CPU, folder)[0]
+    problem = adapter_problem(family, **changes)
+    config = run_config(problem, **LOCAL)
+    facts = facts_of(problem, config)
+    return build_stage(config, hf_config_of(problem), facts, StageSpan(0, facts.num_blocks, True, True), CPU, folder)[0]
 
 
 def save_base(family: str, folder: Path) -> Any:
     """A folder with random weights, as transformers writes it; also the model."""
     torch.manual_seed(1)
-    model = construct_model(hf_config_of(case(family)), task_of(family), "auto", torch.float32)
+    model = construct_model(hf_config_of(adapter_problem(family)), task_of(family), "auto", torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
@@ -60,7 +60,7 @@ def test_read_weights_are_those_that_bitsandbytes_makes(family: str, kind: str, 
 
     model = save_base(family, tmp_path)
     stage = stage_of(family, tmp_path, quantize=kind)
-    facts = inspect_model(hf_config_of(case(family)), task_of(family))
+    facts = inspect_model(hf_config_of(adapter_problem(family)), task_of(family))
     assert facts.linears
     for name, linear in facts.linears.items():
         weight = model.get_parameter(f"{name}.weight").detach()
@@ -73,7 +73,7 @@ def test_read_weights_are_those_that_bitsandbytes_makes(family: str, kind: str, 
             expected, scales, _ = functional.int8_vectorwise_quant(weight.half())
             assert torch.equal(own.SCB, scales)
         assert torch.equal(own.data, expected) and not own.requires_grad
-    batch = {key: value for key, value in make_batches(case(family))[0].tensors.items() if key != "labels"}
+    batch = {key: value for key, value in make_batches(adapter_problem(family))[0].tensors.items() if key != "labels"}
     with torch.no_grad():
         difference = (stage.eval()(**batch) - model(**batch).logits).abs().max()
     assert 0 < difference < {"nf4": 0.6, "int8": 0.1}[kind], float(difference)
@@ -81,16 +81,16 @@ def test_read_weights_are_those_that_bitsandbytes_makes(family: str, kind: str, 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_planned_bytes_are_the_held_ones(kind: str) -> None:
-    wanted = case("llama", quantize=kind, precision="bf16")
-    config = run_config(wanted, **LOCAL)
-    plan = make_plan(config, facts_of(wanted, config), World("cpu", 1))
+    problem = adapter_problem("llama", quantize=kind, precision="bf16")
+    config = run_config(problem, **LOCAL)
+    plan = make_plan(config, facts_of(problem, config), World("cpu", 1))
     assert held_bytes(stage_of("llama", None, quantize=kind, precision="bf16").model) == plan.ranks[0].weight_bytes
 
 
 def test_only_adapters_cost_gradients_and_states() -> None:
-    wanted = case("llama", quantize="nf4", precision="bf16")
-    config = run_config(wanted, **LOCAL)
-    facts = facts_of(wanted, config)
+    problem = adapter_problem("llama", quantize="nf4", precision="bf16")
+    config = run_config(problem, **LOCAL)
+    facts = facts_of(problem, config)
     adapters = facts.numel(facts.adapter_names)
     row = make_plan(config, facts, World("cpu", 1)).ranks[0]
     assert row.gradient_bytes == adapters * 4 and row.optimizer_bytes == adapters * 8  # fp32 adapters need no master
@@ -113,27 +113,27 @@ def test_a_model_without_a_layer_to_quantise_is_refused() -> None:
 
 
 def test_a_quantised_weight_cannot_learn() -> None:
-    wanted = case("llama", quantize="nf4", adapter={"type": "lora", "targets": ["q_proj"]}, trainable=["*.up_proj.*"])
-    config = run_config(wanted, **LOCAL)
+    problem = adapter_problem("llama", quantize="nf4", adapter={"type": "lora", "targets": ["q_proj"]}, trainable=["*.up_proj.*"])
+    config = run_config(problem, **LOCAL)
     with pytest.raises(ConfigError, match=r"trainable: model.layers.0.mlp.up_proj.weight.* would learn, but quantize: nf4"):
-        learning_names(config, facts_of(wanted, config))
+        learning_names(config, facts_of(problem, config))
 
 
 def test_quantise_without_adapter_is_refused_by_the_config() -> None:
     with pytest.raises(ConfigError, match="quantize: 'nf4' given, must be none without an adapter"):
-        run_config(case("llama", quantize="nf4", adapter={"type": "none"}))
+        run_config(adapter_problem("llama", quantize="nf4", adapter={"type": "none"}))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_evaluation_and_training_change_no_quantised_byte_and_move_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import bitsandbytes as bnb
 
-    wanted = case("llama", quantize=kind)
-    strategy = build(wanted, LOCAL)
+    problem = adapter_problem("llama", quantize=kind)
+    strategy = build(problem, LOCAL)
     before = {name: p.detach().clone() for name, p in strategy.named_parameters().items() if not p.requires_grad}
     for kind_of_parameter in (bnb.nn.Params4bit, bnb.nn.Int8Params):
         monkeypatch.setattr(kind_of_parameter, "to", lambda *a, **k: pytest.fail("a quantised parameter was moved"))
-    batch = make_batches(wanted)[0]
+    batch = make_batches(problem)[0]
     strategy.evaluate(batch, lambda out, labels: None)
     strategy.train_step(batch, 1e-2)
     strategy.evaluate(batch, lambda out, labels: None)
