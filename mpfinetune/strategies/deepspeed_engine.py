@@ -142,7 +142,9 @@ class DeepSpeedUpdate:
         scaler = self._scaler
         if not self._scale_is_dynamic:
             return None
-        return float(scaler.cur_scale), (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+        # It counts on after a growth, and grows at the update after a multiple of the window.
+        quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return float(scaler.cur_scale), (quiet - 1) % scaler.scale_window + 1 if quiet else 0
 
     def load_scale_state(self, value: float, updates_since_change: int) -> None:
         """Put back what ``scale_state`` gave; a run in another precision ignores it."""

@@ -118,14 +118,15 @@ def test_the_engines_loss_scale_is_put_back_and_ends_no_run(monkeypatch: pytest.
         update._keep_the_run_at_the_smallest_scale()
         return update
 
-    update, again = update_with_scaler(), update_with_scaler()
-    assert update.scale_state() == (4.0, 0) and not update.scale_is_smallest
-    for overflow, state in ((True, (2.0, 0)), (False, (2.0, 1)), (False, (2.0, 2))):
-        update._scaler.update_scale(overflow)
-        assert update.scale_state() == state
-    again.load_scale_state(2.0, 2)
-    for overflow in (False, False, True, True, True, True):
+    update, states = update_with_scaler(), []
+    for overflow in (True, False, False, False, False, False, False, False, True, True, True, True):
+        again = update_with_scaler()
+        again.load_scale_state(*(update.scale_state() or ()))
         for one in (update, again):
             one._scaler.update_scale(overflow)
         assert again.scale_state() == update.scale_state()
-    assert update.scale_state() == (1.0, 0) and update.scale_is_smallest
+        states.append(update.scale_state())
+    assert states == [
+        (2.0, 0), (2.0, 1), (2.0, 2), (2.0, 3), (4.0, 1), (4.0, 2), (4.0, 3), (8.0, 1), (4.0, 0), (2.0, 0), (1.0, 0), (1.0, 0)
+    ]  # fmt: skip
+    assert update.scale_is_smallest and not update_with_scaler().scale_is_smallest
