@@ -181,7 +181,9 @@ class TrainConfig:
     warmup_steps: int | None = option(None, "Number of warm-up updates, in place of warmup_ratio.")
     seed: int = option(42, "Seeds the new head, the data order and dropout; the run is a function of it and the layout.")
     max_skipped_updates: int = option(
-        10, "Consecutive updates that may be skipped for a gradient that is not finite before the run stops, the last checkpoint kept."
+        10,
+        "Consecutive updates that may be skipped for a gradient that is not finite before the run stops, the last checkpoint kept. Of fp16 "
+        "those at the smallest loss scale (1) count; above it an overflow halves the scale.",
     )
 
 
@@ -189,6 +191,11 @@ class TrainConfig:
 class EvalConfig:
     every_steps: int | None = option(None, "Evaluate every N updates, besides the end. Null: only at the end.")
     at_start: bool = option(True, "Evaluate once before the first update, so that the gain is seen.")
+    full_precision_every: int = option(
+        0,
+        "At every N-th evaluation score the rows once more with fp32 weights and the original, unquantised base, so that drift through "
+        "rounding is seen (`mpfinetune eval` then always does). Reads the model's files again, one block at a time. 0: never.",
+    )
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""What combinations of values are allowed: one row per rule.
+"""What values and combinations of values are allowed: one row per rule.
 
-A row names the path to change, the test that must hold and what is allowed. All rows are tried and all failures reported; checking
-changes nothing.
+A row names the path to change, the test that must hold and what is allowed; for a combination also why, and what to write instead. All
+rows are tried and all failures reported; checking changes nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +37,21 @@ def _is_glob(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """``holds(config)`` must be true; otherwise the message names the path, its value and ``allowed``."""
+    """``holds(config)`` must be true; otherwise the message names the path, its value and ``allowed``.
+
+    A rule about a combination also says why the values exclude each other, and what to write instead.
+    """
 
     path: str
     holds: Callable[[RunConfig], bool]
     allowed: str
+    why: str = ""
+    instead: str = ""
+
+    @property
+    def demand(self) -> str:
+        """What a message says after ``must be``."""
+        return self.allowed + (f": {self.why}; {self.instead}" if self.why else "")
 
 
 def _default_stages_per_rank(config: RunConfig) -> int:
@@ -53,19 +63,31 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.task",
         lambda c: c.data.task is None or c.model.task == "sequence_classification",
-        "null for model.task: causal_lm (a GLUE task is a classification; set model.task: sequence_classification)",
+        "null for model.task: causal_lm",
+        why="a GLUE task is a classification",
+        instead="set model.task: sequence_classification",
     ),
     Rule(
         "data.task",
         lambda c: c.data.task is not None or c.model.task == "causal_lm",
         "one of mrpc, sst2, cola, rte, stsb for model.task: sequence_classification",
+        why="its rows are those of a GLUE task",
+        instead="name one, or set model.task: causal_lm and data.path",
     ),
-    Rule("data.path", lambda c: c.data.path is not None or c.model.task != "causal_lm", "a .jsonl or .txt file for model.task: causal_lm"),
+    Rule(
+        "data.path",
+        lambda c: c.data.path is not None or c.model.task != "causal_lm",
+        "a .jsonl or .txt file for model.task: causal_lm",
+        why="no text is read by default",
+        instead="name your file",
+    ),
     Rule("data.eval_fraction", lambda c: 0.0 <= c.data.eval_fraction < 1.0, "in [0, 1)"),
     Rule(
         "data.eval_fraction",
         lambda c: not (c.data.eval_fraction > 0 and (c.data.eval_path or c.data.task)),
-        "0 where data.eval_path or a GLUE task already gives the held-out rows",
+        "0 where data.eval_path or a GLUE task gives the held-out rows",
+        why="there would be two held-out sets",
+        instead="leave out one of the two",
     ),
     Rule("data.max_length", lambda c: c.data.max_length >= 2, "at least 2 tokens"),
     Rule("data.pad_to_multiple_of", lambda c: c.data.pad_to_multiple_of >= 1, "at least 1"),
@@ -80,59 +102,87 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "partition.stages",
         lambda c: not (c.partition.stages and c.partition.device_map),
-        "empty where partition.device_map is given: one map, not two",
+        "empty where partition.device_map is given",
+        why="there would be two maps",
+        instead="leave out one of the two",
     ),
     Rule(
         "partition.rule",
         lambda c: c.partition.rule != "manual" or bool(c.partition.stages or c.partition.device_map),
         "manual only together with partition.stages or partition.device_map",
+        why="a manual split is the one that you write",
+        instead="write a map, or set partition.rule: parameters",
     ),
     Rule(
         "partition.rule",
         lambda c: c.partition.rule in (None, "manual") or not (c.partition.stages or c.partition.device_map),
         "manual (or left out) where partition.stages or partition.device_map is given",
+        why="the map and the rule could differ",
+        instead="leave out one of the two",
     ),
     Rule(
         "partition.device_map",
         lambda c: c.strategy == "local" or not any(_is_glob(key) for key in c.partition.device_map),
-        "without globs unless strategy is local: a pipeline's stages are named block by block, or by partition.stages",
+        "without globs unless strategy is local",
+        why="a pipeline's stages are whole blocks in their order",
+        instead="name them block by block, write partition.stages, or set strategy: local",
     ),
     Rule(
         "partition.local_overlap",
         lambda c: not c.partition.local_overlap or c.strategy == "local",
-        "false unless strategy is local: a pipeline overlaps by its schedule",
+        "false unless strategy is local",
+        why="a pipeline overlaps by its schedule",
+        instead="leave it out, or set strategy: local",
     ),
     Rule(
         "partition.local_overlap",
         lambda c: not c.partition.local_overlap or c.devices is None or c.devices >= 2,
-        "false with devices: 1, where nothing can overlap",
+        "false with devices: 1",
+        why="one device has nothing to overlap with",
+        instead="set devices: 2 or more",
     ),
     Rule(
         "partition.local_overlap",
         lambda c: not (c.partition.local_overlap and any(_is_glob(key) for key in c.partition.device_map)),
-        "false with globs in partition.device_map: overlap needs contiguous stages (partition.stages, or a map of whole blocks)",
+        "false with globs in partition.device_map",
+        why="overlap needs contiguous stages",
+        instead="write partition.stages, or a map of whole blocks",
     ),
     Rule("partition.num_stages", lambda c: c.partition.num_stages is None or c.partition.num_stages >= 1, "at least 1"),
     Rule(
         "partition.num_stages",
         lambda c: c.partition.num_stages is None or not c.partition.stages or c.partition.num_stages == len(c.partition.stages),
         "left out, or equal to the number of entries of partition.stages",
+        why="the map says how many stages there are",
+        instead="leave it out",
     ),
     Rule(
         "stages_per_rank",
         lambda c: c.stages_per_rank is None or c.schedule in LOOPED_SCHEDULES or c.stages_per_rank == 1,
-        "1 for the schedules gpipe and 1f1b (take interleaved_1f1b for more)",
+        "1 for the schedules gpipe and 1f1b",
+        why="they run one stage a process",
+        instead="take schedule: interleaved_1f1b for more",
     ),
-    Rule("stages_per_rank", lambda c: c.stages_per_rank is None or c.schedule != "zbv" or c.stages_per_rank == 2, "2 for the schedule zbv"),
+    Rule(
+        "stages_per_rank",
+        lambda c: c.stages_per_rank is None or c.schedule != "zbv" or c.stages_per_rank == 2,
+        "2 for the schedule zbv",
+        why="its V passes each process twice",
+        instead="take schedule: interleaved_zero_bubble for more",
+    ),
     Rule(
         "stages_per_rank",
         lambda c: c.stages_per_rank is None or not c.schedule.startswith("interleaved") or c.stages_per_rank >= 2,
         "at least 2 for the interleaved schedules",
+        why="one stage a process leaves nothing to interleave",
+        instead="take schedule: 1f1b",
     ),
     Rule(
         "schedule",
         lambda c: c.strategy == "local" or not c.partition.stages or len(c.partition.stages) % _default_stages_per_rank(c) == 0,
-        "one whose stages_per_rank divides the number of entries of partition.stages (2 stages a process for interleaved and zbv)",
+        "one whose stages_per_rank divides the number of entries of partition.stages",
+        why="every process runs equally many stages (2 for interleaved and zbv)",
+        instead="change the map, stages_per_rank or the schedule",
     ),
     Rule("batch.global_size", lambda c: c.batch.global_size >= 1, "at least 1 row"),
     Rule("batch.micro_size", lambda c: c.batch.micro_size == "auto" or c.batch.micro_size >= 1, "at least 1 row"),
@@ -145,65 +195,86 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "recompute",
         lambda c: not (c.recompute == "offload" and c.schedule in ZERO_BUBBLE_SCHEDULES and c.strategy in ("auto", "pipeline")),
-        "none, full, every_N or a list of blocks with a zero-bubble schedule, whose split backward cannot run through fairscale's wrapper; "
-        "or take schedule: 1f1b",
+        "none, full, every_N or a list of blocks with a zero-bubble schedule",
+        why="its split backward cannot run through fairscale's wrapper",
+        instead="take recompute: full, or schedule: 1f1b",
     ),
     Rule(
         "offload.optimizer",
         lambda c: c.offload.optimizer == "none" or c.strategy in ("pipeline", "zero"),
-        "none for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
+        "none for strategy local and auto",
+        why="DeepSpeed's engines offload, and neither has one",
+        instead="set strategy: pipeline or zero",
     ),
     Rule(
         "offload.optimizer",
         lambda c: c.offload.optimizer == "none" or c.optimizer.name == "adamw",
-        "none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs on the host",
+        "none for optimizer.name other than adamw",
+        why="DeepSpeed's CPUAdam is the one update rule that runs on the host",
+        instead="set optimizer.name: adamw",
     ),
     Rule(
         "offload.optimizer",
         lambda c: c.offload.optimizer != "nvme" or (c.strategy == "zero" and c.offload.nvme_path is not None),
         "cpu, or nvme with strategy: zero and offload.nvme_path",
+        why="only strategy zero swaps to a disk, and it needs a folder there",
+        instead="set both, or offload.optimizer: cpu",
     ),
     Rule(
         "offload.parameters",
         lambda c: c.offload.parameters == "none" or (c.strategy == "zero" and c.zero.stage == 3),
-        "none, unless strategy is zero and zero.stage is 3: only stage 3 gathers parameters when they are used",
+        "none, unless strategy is zero and zero.stage is 3",
+        why="only stage 3 gathers parameters when they are used",
+        instead="set zero.stage: 3, or offload the optimizer only",
     ),
     Rule(
         "offload.parameters",
         lambda c: c.offload.parameters != "nvme" or c.offload.nvme_path is not None,
         "cpu, or nvme together with offload.nvme_path",
+        why="swapping needs a folder on the disk",
+        instead="set offload.nvme_path",
     ),
     Rule(
         "zero.stage",
         lambda c: c.zero.stage == 2 or c.strategy == "zero",
-        "left out unless strategy is zero; strategy: pipeline with offload.optimizer: cpu is ZeRO-1 within each stage (stage 2 gives wrong "
-        "gradients there, stage 3 hangs)",
+        "left out unless strategy is zero",
+        why="in a pipeline ZeRO-2 gives wrong gradients and ZeRO-3 hangs",
+        instead="set strategy: zero, or take offload.optimizer: cpu, which is ZeRO-1 within each stage",
     ),
     Rule(
         "deepspeed",
         lambda c: not c.deepspeed or c.strategy == "zero" or c.offload.optimizer != "none",
-        "empty where no DeepSpeed engine runs (strategy: zero, or offload.optimizer: cpu)",
+        "empty where no DeepSpeed engine runs",
+        why="nothing would read it",
+        instead="set strategy: zero or offload.optimizer: cpu, or leave it out",
     ),
     Rule(
         "optimizer.name",
         lambda c: c.strategy != "zero" or c.optimizer.name == "adamw",
-        "adamw for strategy: zero; take strategy: pipeline or local for sgd and the 8-bit optimizers",
+        "adamw for strategy: zero",
+        why="DeepSpeed shards the states of its own Adam",
+        instead="take strategy: pipeline or local for sgd and the 8-bit optimizers",
     ),
     Rule(
         "quantize",
         lambda c: c.quantize == "none" or c.adapter.type != "none",
-        "none without an adapter: quantised weights have no gradient; set adapter.type: lora",
+        "none without an adapter",
+        why="quantised weights have no gradient",
+        instead="set adapter.type: lora",
     ),
     Rule(
         "adapter.type",
         lambda c: c.adapter.type == "none" or (c.strategy != "zero" and c.offload.optimizer == "none"),
-        "none for strategy: zero and for offload.optimizer: cpu, whose engines would round the fp32 adapters; take strategy: pipeline "
-        "without offload (an adapter's optimizer states are small)",
+        "none for strategy: zero and for offload.optimizer: cpu",
+        why="DeepSpeed's engines would round the fp32 adapters",
+        instead="take strategy: pipeline without offload (an adapter's optimizer states are small)",
     ),
     Rule(
         "adapter.type",
         lambda c: c.adapter.type == "none" or c.strategy != "local" or not (c.partition.device_map or c.partition.local_overlap),
-        "none for strategy: local over several devices; take strategy: pipeline, or local on one device",
+        "none for strategy: local over several devices",
+        why="adapters are added stage by stage, not by a map",
+        instead="take strategy: pipeline, or local on one device",
     ),
     Rule("adapter.rank", lambda c: c.adapter.rank >= 1, "at least 1"),
     Rule("adapter.alpha", lambda c: c.adapter.alpha >= 1, "at least 1"),
@@ -225,6 +296,14 @@ RULES: tuple[Rule, ...] = (
     Rule("train.warmup_steps", lambda c: c.train.warmup_steps is None or c.train.warmup_steps >= 0, "0 or more, or null"),
     Rule("train.max_skipped_updates", lambda c: c.train.max_skipped_updates >= 0, "0 or more"),
     Rule("eval.every_steps", lambda c: c.eval.every_steps is None or c.eval.every_steps >= 1, "at least 1, or null"),
+    Rule("eval.full_precision_every", lambda c: c.eval.full_precision_every >= 0, "0 (never) or more"),
+    Rule(
+        "eval.full_precision_every",
+        lambda c: c.eval.full_precision_every == 0 or c.precision != "fp32" or c.quantize != "none",
+        "0 for precision: fp32 without quantize",
+        why="every evaluation is at full precision already",
+        instead="leave it out",
+    ),
     Rule("watch.leak_steps", lambda c: c.watch.leak_steps == 0 or c.watch.leak_steps >= 5, "at least 5 updates, or 0"),
     Rule("watch.leak_mib", lambda c: c.watch.leak_mib >= 0, "0 or more"),
     Rule("checkpoint.every_steps", lambda c: c.checkpoint.every_steps is None or c.checkpoint.every_steps >= 1, "at least 1, or null"),
@@ -251,11 +330,16 @@ def check_rules_of(config: RunConfig, given: Collection[str], doubtful: Collecti
     for rule in RULES:
         if rule.path not in given:
             continue
-        read: set[str] = set()
-        # The recorder stands for the config; it hands out the same values.
-        if not rule.holds(_Recorder(config, "", read)) and read.isdisjoint(doubtful):  # type: ignore[arg-type]
+        if not rule.holds(config) and paths_read(rule, config).isdisjoint(doubtful):
             lines.append(_line(rule, config))
     return lines
+
+
+def paths_read(rule: Rule, config: RunConfig) -> set[str]:
+    """The values on which a rule's verdict about this config rests; several are a combination."""
+    read: set[str] = set()
+    rule.holds(_Recorder(config, "", read))  # type: ignore[arg-type]  # it stands for the config and hands out the same values
+    return read
 
 
 class _Recorder:
@@ -273,7 +357,7 @@ class _Recorder:
 
 
 def _line(rule: Rule, config: RunConfig) -> str:
-    return f"{rule.path}: {value_at(config, rule.path)!r} given, must be {rule.allowed}"
+    return f"{rule.path}: {value_at(config, rule.path)!r} given, must be {rule.demand}"
 
 
 def value_at(config: RunConfig, path: str) -> Any:

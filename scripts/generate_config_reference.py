@@ -28,9 +28,13 @@ One YAML file describes a run. Each key can also be given on the command line by
 `python -m mpfinetune train configs/x.yaml optimizer.lr=3e-5 train.epochs=1`. Only the keys marked required must be there. `${other.key}`
 stands for another key's value and `${oc.env:NAME}` for a variable of the environment. All mistakes are reported at once.
 """
-RULES_INTRODUCTION = """## Rules
+COMBINATIONS_INTRODUCTION = """## Combinations that are refused
 
-What must hold besides the types above. A message names the key, the value given and what is allowed.
+Before any process starts. The message names the key, the value given, what is allowed, why, and what to write instead.
+"""
+RULES_INTRODUCTION = """## Limits of single values
+
+What must hold besides the types above.
 """
 
 
@@ -40,8 +44,10 @@ def render() -> str:
     for entry in dataclasses.fields(RunConfig):
         if any(path.startswith(f"{entry.name}.") for path, _ in config_paths()):
             parts += [f"## {entry.name}\n", f"{entry.metadata['help']}\n", _keys_table(entry.name)]
-    rows = [(f"`{rule.path}`", _cell(rule.allowed)) for rule in RULES]
-    parts += [RULES_INTRODUCTION, _table(("key", "must be"), rows)]
+    combinations = [(f"`{rule.path}`", _cell(rule.allowed), _cell(rule.why), _cell(rule.instead)) for rule in RULES if rule.why]
+    single = [(f"`{rule.path}`", _cell(rule.allowed)) for rule in RULES if not rule.why]
+    parts += [COMBINATIONS_INTRODUCTION, _table(("key", "must be", "why", "what instead"), combinations)]
+    parts += [RULES_INTRODUCTION, _table(("key", "must be"), single)]
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """The table of docs/benchmarks from a run of the whole product of layouts, precisions, recompute policies and families.
 
-    python -m pytest tests/multiproc/test_parity.py -k test_product --junitxml=product.xml
-    python scripts/parity_table.py product.xml
+python -m pytest tests/multiproc/test_parity.py -k test_product --junitxml=product.xml
+python scripts/parity_table.py product.xml
 """
 
 from __future__ import annotations

@@ -202,10 +202,14 @@ def _move_buffers(model: nn.Module, device_of: DeviceOf) -> None:
 
 
 def _draw_parameters(model: PreTrainedModel, names: set[str], device_of: DeviceOf, seed: int, quantizer: TensorQuantizer | None) -> None:
-    """Initialise as transformers does, with a random stream of its own for each module: independent of what else the stage holds."""
+    """Initialise as transformers does, with a random stream of its own for each module: independent of what else the stage holds.
+
+    Drawn in fp32 and rounded: torch's generator gives other numbers for another type, and a run's precision must not choose its start.
+    """
     owners = sorted({name.rpartition(".")[0] for name in names})
     for owner in owners:
         module = model.get_submodule(owner)
+        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters(recurse=False)}
         for name, parameter in list(module.named_parameters(recurse=False)):
             if f"{owner}.{name}".lstrip(".") in names:
                 # Drawn on the CPU: the generators of the devices differ.
@@ -220,16 +224,16 @@ def _draw_parameters(model: PreTrainedModel, names: set[str], device_of: DeviceO
             device = device_of(f"{owner}.{name}".lstrip("."))
             if quantizer is not None and quantizer.takes(f"{owner}.{name}") and f"{owner}.{name}" in names:
                 setattr(module, name, quantizer.quantise(f"{owner}.{name}", parameter, device))
-            elif parameter.device != device and not parameter.is_meta:  # a tied name's, filled by _tie
-                setattr(module, name, nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad))
+            elif not parameter.is_meta and (parameter.device, parameter.dtype) != (device, dtypes[name]):  # meta: a tied name's, filled by _tie
+                setattr(module, name, nn.Parameter(parameter.to(device, dtypes[name]), requires_grad=parameter.requires_grad))
 
 
 def _empty(name: str, parameter: nn.Parameter, quantizer: TensorQuantizer | None) -> nn.Parameter:
-    """Room on the CPU for the weight as the unquantised model has it, so that the same values are drawn."""
+    """Room on the CPU for the weight as the unquantised fp32 model has it, so that the same values are drawn."""
     if quantizer is None or not quantizer.takes(name):
-        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+        return nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32), requires_grad=parameter.requires_grad)
     shape = parameter.shape[::-1] if quantizer.layers[name.rpartition(".")[0]].transposed else parameter.shape
-    return nn.Parameter(torch.empty(shape, dtype=quantizer.dtype), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
 
 def stream_seed(*parts: object) -> int:

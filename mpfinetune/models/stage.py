@@ -40,6 +40,23 @@ class StageSpan:
         return [name for name in facts.parameters if self.owns(facts, name)]
 
 
+def part_spans(facts: ModelFacts, span: StageSpan, bytes_per_parameter: int, limit_bytes: int) -> list[StageSpan]:
+    """A span in consecutive parts that can be read alone, each of one block (or what stands before or after them) or of at most ``limit_bytes``."""
+    if facts.refusal is not None:
+        return [span]
+    units = [StageSpan(span.start, span.start, True, False)] if span.has_prologue else []
+    units += [StageSpan(index, index + 1, False, False) for index in range(span.start, span.stop)]
+    units += [StageSpan(span.stop, span.stop, False, True)] if span.has_epilogue else []
+    parts: list[StageSpan] = []
+    for unit in units:
+        joined = StageSpan(parts[-1].start, unit.stop, parts[-1].has_prologue, unit.has_epilogue) if parts else unit
+        if parts and facts.numel(joined.parameter_names(facts)) * bytes_per_parameter <= limit_bytes:
+            parts[-1] = joined
+        else:
+            parts.append(unit)
+    return parts
+
+
 class _LeaveForward(Exception):
     """Carries the hidden states of the stage's last block out of the model's forward."""
 

@@ -8,7 +8,7 @@ tensors live. A new strategy is one module here and one row in ``build.STRATEGIE
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpfinetune.data.batches import GlobalBatch
+from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
 from mpfinetune.dist import DistContext, all_reduce_buckets, broadcast_buckets
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
@@ -130,8 +130,11 @@ class Strategy(ABC):
         for name, value in weights.items():
             parameters[name].copy_(value)
 
-    def train_step(self, batch: GlobalBatch, lr: float, stop_requested: bool = False) -> StepOutcome:
+    def train_step(self, batch: GlobalBatch, lr: float, stop_requested: Callable[[], bool] = lambda: False) -> StepOutcome:
         """One optimizer update over a whole global batch; collective over all ranks.
+
+        Args:
+            stop_requested: asked after the passes, so that a signal that came while they ran is seen by all ranks at that same update.
 
         Raises:
             OutOfMemory: a pass did not fit (``agreed``: on every rank, and nothing was changed), or the update itself did not.
@@ -148,7 +151,7 @@ class Strategy(ABC):
             raise OutOfMemory([(self.context.rank, f"in the optimizer's update: {words}")], agreed=False) from error
         return StepOutcome(loss, norm, skipped, stops)
 
-    def accumulate(self, batch: GlobalBatch, stop_requested: bool = False) -> tuple[float, bool]:
+    def accumulate(self, batch: GlobalBatch, stop_requested: Callable[[], bool] = lambda: False) -> tuple[float, bool]:
         """The gradients of the mean loss over a whole global batch; collective over all ranks.
 
         Returns:
@@ -167,7 +170,7 @@ class Strategy(ABC):
             loss.add_(self._forward_backward(batch, loss_scale))
 
         self._guarded(passes)
-        mean_loss, stops = self._agree(loss.double(), float(stop_requested))
+        mean_loss, stops = self._agree(loss.double(), float(stop_requested()))
         return mean_loss, stops > 0
 
     @torch.no_grad()
@@ -210,6 +213,16 @@ class Strategy(ABC):
         free_memory()
         told = self.context.gather_objects(failure)
         raise OutOfMemory([(rank, words) for rank, words in enumerate(told) if words is not None], agreed=True)
+
+    def own_microbatches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """This replica's rows as (inputs, labels), the same number of microbatches on every one: a rank with fewer would leave the others waiting."""
+        padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
+        rows = padded.row_count // self.context.replicas
+        own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
+        for start in range(0, rows, self.plan.micro_size):
+            part = {name: t[start : start + self.plan.micro_size].to(self.context.device) for name, t in own.tensors.items()}
+            labels = part.pop("labels")
+            yield part, labels
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of shared parameters over their copies, so that every copy has the whole."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +112,8 @@ class DeepSpeedUpdate:
             dist_init_required=False,
         )
         self.zero: Any = self.engine.optimizer
+        self._scaler: Any = getattr(self.zero, "loss_scaler", None)
+        self._keep_the_run_at_the_smallest_scale()
         if self.in_place:
             # They would count backward passes and move gradients away under the pipeline's runtime.
             for hook in self.zero._grad_acc_hooks:
@@ -121,6 +123,34 @@ class DeepSpeedUpdate:
     def loss_scale(self) -> float:
         """What the strategy multiplies the loss with; under strategy zero the engine does it in its backward."""
         return float(self.zero.loss_scale) if self.in_place else 1.0
+
+    @property
+    def _scale_is_dynamic(self) -> bool:
+        return bool(getattr(self._scaler, "dynamic", False))
+
+    def _keep_the_run_at_the_smallest_scale(self) -> None:
+        """DeepSpeed would raise at an overflow there; the training loop counts them and ends the run with its own message."""
+        if self._scale_is_dynamic:
+            self._scaler.raise_error_at_min_scale = False
+
+    @property
+    def scale_is_smallest(self) -> bool:
+        """Whether an overflow now would not be a matter of the scale; true where nothing is scaled."""
+        return not self._scale_is_dynamic or self._scaler.cur_scale <= self._scaler.min_scale
+
+    def scale_state(self) -> tuple[float, int] | None:
+        """The dynamic loss scale and the updates since its last change; None where nothing is scaled."""
+        scaler = self._scaler
+        if not self._scale_is_dynamic:
+            return None
+        # It counts on after a growth, and grows at the update after a multiple of the window.
+        quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return float(scaler.cur_scale), (quiet - 1) % scaler.scale_window + 1 if quiet else 0
+
+    def load_scale_state(self, value: float, updates_since_change: int) -> None:
+        """Put back what ``scale_state`` gave; a run in another precision ignores it."""
+        if self._scale_is_dynamic:
+            self._scaler.cur_scale, self._scaler.cur_iter, self._scaler.last_overflow_iter = value, updates_since_change, -1
 
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.
@@ -158,6 +188,20 @@ class DeepSpeedUpdate:
         if self.strategy.context.replica == 0:
             found |= {f"{name}/step": torch.tensor(float(step)) for name in self._learning}
         return found
+
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight in fp32), gathered one by one on every replica; collective over the replicas, which must name the same."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name in names:
+            parameter = self._parameters[name]
+            if name in self._learning:
+                whole = safe_get_full_fp32_param(parameter)
+                assert whole is not None and whole.numel() > 0, f"{name} could not be gathered"
+                yield name, whole.detach().reshape(whole_shape(parameter))
+            else:
+                with gathered(parameter):
+                    yield name, parameter.detach().float()
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:

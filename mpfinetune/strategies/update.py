@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,18 +32,24 @@ class Update(Protocol):
 
     @property
     def loss_scale(self) -> float: ...
+    @property
+    def scale_is_smallest(self) -> bool: ...
+    def scale_state(self) -> tuple[float, int] | None: ...
+    def load_scale_state(self, value: float, updates_since_change: int) -> None: ...
     def apply(self, lr: float) -> tuple[float, bool]: ...
     def drop_gradients(self) -> None: ...
     def weight_tensors(self) -> dict[str, Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16: halved after an overflow, doubled after 2000 updates without one (torch.amp.GradScaler's rule).
 
-    Gradients below fp16's smallest number would vanish; scaled up they do not. All ranks see the same norm, so the scale stays equal.
+    Not below ``minimum``, as DeepSpeed has it: a gradient that overflows there does so by itself. Gradients below fp16's smallest number
+    would vanish; scaled up they do not. All ranks see the same norm, so the scale stays equal.
     """
 
     value: float = 1.0
@@ -87,6 +94,20 @@ class PlainUpdate:
     def loss_scale(self) -> float:
         return self.scale.value
 
+    @property
+    def scale_is_smallest(self) -> bool:
+        """Whether an overflow now would not be a matter of the scale; true where nothing is scaled."""
+        return self.scale.exhausted
+
+    def scale_state(self) -> tuple[float, int] | None:
+        """The dynamic loss scale and the updates since its last change; None where nothing is scaled."""
+        return (self.scale.value, self.scale.updates_since_change) if self.scale.dynamic else None
+
+    def load_scale_state(self, value: float, updates_since_change: int) -> None:
+        """Put back what ``scale_state`` gave; a run in another precision ignores it."""
+        if self.scale.dynamic:
+            self.scale.value, self.scale.updates_since_change = value, updates_since_change
+
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.
 
@@ -124,6 +145,12 @@ class PlainUpdate:
 
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
         self.optimizer.load(weights, states)
+
+    def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole weight in fp32) of parameters of this rank that are not quantised: the master where there is one; no copies to change."""
+        masters, parameters = self.optimizer.weight_tensors(), self.strategy.named_parameters()
+        for name in names:
+            yield name, masters.get(name, parameters[name].detach()).float()
 
     def _reduce_gradients(self) -> None:
         """Sum over the copies of shared parameters, then over the replicas."""

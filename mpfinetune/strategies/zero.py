@@ -6,18 +6,18 @@ With one process it is the way to train on one card what does not fit there: sta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpfinetune.config import RunConfig
-from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
+from mpfinetune.data.batches import GlobalBatch
 from mpfinetune.dist import DistContext
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.facts import ModelFacts
-from mpfinetune.models.stage import StageModule, StageSpan
+from mpfinetune.models.stage import StageModule, StageSpan, part_spans
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.base import LossSum, Observer, Strategy
 from mpfinetune.strategies.deepspeed_config import engine_config
@@ -41,14 +41,14 @@ class ZeroStrategy(Strategy):
         assert isinstance(self.update, DeepSpeedUpdate)
         engine = self.update.engine
         total = torch.zeros((), device=self.context.device)
-        for inputs, labels in self._microbatches(batch):
+        for inputs, labels in self.own_microbatches(batch):
             loss = self.loss_sum(engine(**inputs), labels) / max(1, batch.target_count)
             engine.backward(loss * self._loss_factor, scale_wrt_gas=False)
             total += loss.detach()
         return total
 
     def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
-        for inputs, labels in self._microbatches(batch):
+        for inputs, labels in self.own_microbatches(batch):
             observe(self.stages[0](**inputs), labels)
 
     @property
@@ -80,16 +80,6 @@ class ZeroStrategy(Strategy):
             with gathered(parameters[name], writes=True):
                 parameters[name].data.copy_(value)
 
-    def _microbatches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """This replica's rows, the same number of microbatches on every one: a rank that ran fewer would leave the others waiting."""
-        padded = pad_rows(batch, self.plan.padded_rows(batch.row_count))
-        rows = padded.tensors["input_ids"].shape[0] // self.context.replicas
-        own = slice_rows(padded, self.context.replica * rows, (self.context.replica + 1) * rows)
-        for start in range(0, rows, self.plan.micro_size):
-            part = {name: t[start : start + self.plan.micro_size].to(self.context.device) for name, t in own.tensors.items()}
-            labels = part.pop("labels")
-            yield part, labels
-
 
 def build_partitioned(
     config: RunConfig, facts: ModelFacts, plan: Plan, context: DistContext, whole: StageModule, build_part: StageBuilder
@@ -107,7 +97,7 @@ def build_partitioned(
     move_buffers(whole.model, context.device)
     drawn: list[str] = []
     first: Any = None
-    for span in part_spans(facts, TORCH_DTYPES[config.precision].itemsize):
+    for span in part_spans(facts, plan.spans[0], TORCH_DTYPES[config.precision].itemsize, _PART_BYTES):
         part, names = build_part(span)
         taken = take_over(whole.model, part.model, facts)
         drawn += [name for name in names if name in taken]
@@ -126,22 +116,6 @@ def build_partitioned(
         del part
     tie(whole.model, facts)
     return drawn
-
-
-def part_spans(facts: ModelFacts, bytes_per_parameter: int, limit_bytes: int = _PART_BYTES) -> list[StageSpan]:
-    """The model in consecutive parts that can be read alone, each of one block or of at most ``limit_bytes``."""
-    if facts.refusal is not None:
-        return [StageSpan(0, facts.num_blocks, True, True)]
-    count = facts.num_blocks
-    units = [StageSpan(0, 0, True, False), *(StageSpan(i, i + 1, False, False) for i in range(count)), StageSpan(count, count, False, True)]
-    parts: list[StageSpan] = []
-    for unit in units:
-        joined = StageSpan(parts[-1].start, unit.stop, parts[-1].has_prologue, unit.has_epilogue) if parts else unit
-        if parts and facts.numel(joined.parameter_names(facts)) * bytes_per_parameter <= limit_bytes:
-            parts[-1] = joined
-        else:
-            parts.append(unit)
-    return parts
 
 
 def take_over(whole: nn.Module, part: nn.Module, facts: ModelFacts) -> dict[str, nn.Parameter]:

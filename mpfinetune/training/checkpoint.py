@@ -40,6 +40,7 @@ class RunState:
     epoch: int = 0
     index: int = 0
     tokens: int = 0
+    evaluations: int = 0
     score: float | None = None  # of the evaluation at this step, by the task's metric; higher is better
     loss_scale: float | None = None  # of an fp16 run, and its updates since the last change
     updates_at_loss_scale: int = 0

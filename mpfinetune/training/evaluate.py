@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpfinetune.data.batches import UpdateLoader
+from mpfinetune.data.batches import GlobalBatch, UpdateLoader
 from mpfinetune.data.tasks import LoadedData
-from mpfinetune.strategies.base import Strategy
+from mpfinetune.strategies.base import Observer, Strategy
 from mpfinetune.training.metrics import StreamingMetrics, compute_from
 
+# Runs the forward passes of all batches and shows each microbatch's (logits, labels) to the observer.
+Forward = Callable[[Iterable[GlobalBatch], Observer], None]
 
-def evaluate(strategy: Strategy, loader: UpdateLoader, data: LoadedData) -> dict[str, float]:
+
+def evaluate(strategy: Strategy, loader: UpdateLoader, data: LoadedData, forward: Forward | None = None) -> dict[str, float]:
     """Mean loss over all valid targets and the task's metrics, equal on every rank; collective.
 
     For causal LM ``perplexity`` is the exponential of the loss.
+
+    Args:
+        forward: default: the strategy's own forward passes.
     """
     context = strategy.context
     metrics = StreamingMetrics(data.metric_names, data.regression)
@@ -29,9 +36,17 @@ def evaluate(strategy: Strategy, loader: UpdateLoader, data: LoadedData) -> dict
         if data.metric_names:
             metrics.update(logits, labels)
 
-    for batch in loader.batches(epoch=0):
-        strategy.evaluate(batch, observe)
-        targets += batch.target_count
+    def counted() -> Iterator[GlobalBatch]:
+        nonlocal targets
+        for batch in loader.batches(epoch=0):
+            targets += batch.target_count
+            yield batch
+
+    if forward is not None:
+        forward(counted(), observe)
+    else:
+        for batch in counted():
+            strategy.evaluate(batch, observe)
     loss = float(context.sum_over_world(loss_sum)) / max(1, targets)
     if not data.metric_names:
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mpfinetune.errors import CheckpointError
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.training.export_adapter import export_adapter
-from mpfinetune.training.export_folder import empty_model, new_folder, write_config_files
+from mpfinetune.training.export_folder import ShardWriter, empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
@@ -46,23 +44,11 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
 
 
 def _write_weights(model: PreTrainedModel, checkpoint: Path, dtype: torch.dtype, folder: Path) -> dict[str, tuple[int, ...]]:
-    """One file per rank's part, with an index where there are several; returns the shapes by the model's parameter names."""
-    from safetensors.torch import load_file, save_file
-    from transformers.core_model_loading import revert_weight_conversion
+    """One rank's part after the other; returns the shapes by the model's parameter names."""
+    from safetensors.torch import load_file
 
-    parts = sorted(checkpoint.glob("weights-*.safetensors"))
-    shapes: dict[str, tuple[int, ...]] = {}
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for number, part in enumerate(parts, start=1):
-        tensors: dict[str, Tensor] = {name: tensor.to(dtype) for name, tensor in load_file(part).items()}
-        shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        stored: dict[str, Tensor] = {name: t.contiguous() for name, t in revert_weight_conversion(model, tensors).items()}
-        file_name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_file(stored, folder / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(stored, file_name)
-        total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
-    if len(parts) > 1:
-        index: dict[str, Any] = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return shapes
+    writer = ShardWriter(model, folder)
+    for part in sorted(checkpoint.glob("weights-*.safetensors")):
+        writer.add({name: tensor.to(dtype) for name, tensor in load_file(part).items()})
+    writer.close()
+    return writer.shapes

@@ -6,11 +6,10 @@ rounding would change the outputs. The merged files are read back and must give 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,13 +22,12 @@ from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule, StageSpan
 from mpfinetune.strategies.build import build_stage
 from mpfinetune.training.checkpoint import read_tensors
-from mpfinetune.training.export_folder import empty_model, new_folder, write_config_files
+from mpfinetune.training.export_folder import ShardWriter, empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-_FILE_BYTES = 2**30
 _SAMPLE_ROWS, _SAMPLE_TOKENS = 2, 16
 # Largest difference of a logit, as a share of the largest logit (or of 1): what rounding the merged weights to the precision may cost.
 MERGE_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
@@ -113,7 +111,7 @@ def _write_merged(planned: PlannedRun, weights: dict[str, Tensor], tokenizer: Pr
     model = empty_model(planned)
     batch = _sample(planned)
     expected: Tensor | None = None
-    writer = _ShardWriter(model, folder)
+    writer = ShardWriter(model, folder)
     for span, stage in _base_blocks(planned, facts, config.adapter):
         named = _named(stage, facts)
         with torch.no_grad():
@@ -124,7 +122,7 @@ def _write_merged(planned: PlannedRun, weights: dict[str, Tensor], tokenizer: Pr
         merge_adapters(stage, facts)
         writer.add({name: parameter.detach() for name, parameter in _named(stage, facts).items()})
     writer.close()
-    missing = sorted({facts.canonical_name(name) for name in base_facts(facts).parameters} - writer.names)
+    missing = sorted({facts.canonical_name(name) for name in base_facts(facts).parameters} - set(writer.shapes))
     assert not missing, f"not written: {missing[:5]}"
     write_config_files(planned, model, tokenizer, folder)
     assert expected is not None
@@ -164,47 +162,3 @@ def _sample(planned: PlannedRun) -> dict[str, Tensor]:
     vocabulary = planned.hf_config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (_SAMPLE_ROWS, tokens), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-class _ShardWriter:
-    """Writes tensors in files of about a GiB, by the names that the model's own files use, with an index."""
-
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self.model = model
-        self.folder = folder
-        self.names: set[str] = set()
-        self._pending: dict[str, Tensor] = {}
-        self._files: list[tuple[Path, list[str]]] = []
-        self._total_bytes = 0
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Tensors by canonical name; of those that several blocks hold, the first counts."""
-        fresh = {name: tensor for name, tensor in tensors.items() if name not in self.names}
-        self.names |= set(fresh)
-        self._pending |= fresh
-        if sum(tensor.numel() * tensor.element_size() for tensor in self._pending.values()) >= _FILE_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-        from transformers.core_model_loading import revert_weight_conversion
-
-        stored = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self.model, self._pending).items()}
-        path = self.folder / f"part-{len(self._files)}"
-        save_file(stored, path, metadata={"format": "pt"})
-        self._files.append((path, sorted(stored)))
-        self._total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
-        self._pending = {}
-
-    def close(self) -> None:
-        if self._pending:
-            self._flush()
-        count = len(self._files)
-        weight_map: dict[str, str] = {}
-        for number, (path, names) in enumerate(self._files, start=1):
-            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            path.rename(self.folder / name)
-            weight_map |= dict.fromkeys(names, name)
-        if count > 1:
-            index: dict[str, Any] = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,13 +1,16 @@
-"""The parts of any exported folder: complete or not there, config and tokenizer as the base had them."""
+"""The parts of any exported folder: complete or not there, weights in files with an index, config and tokenizer as the base had them."""
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from mpfinetune.data.tasks import choose_pad_token
 from mpfinetune.errors import ConfigError
@@ -16,6 +19,8 @@ from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_FILE_BYTES = 2**30
 
 
 @contextmanager
@@ -81,3 +86,48 @@ def _generation_config(planned: PlannedRun) -> GenerationConfig:
     if (folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_model_config(planned.hf_config)
+
+
+class ShardWriter:
+    """Writes tensors in safetensors files of about a GiB, by the names that the model's own files use, with an index where there are several."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of what was added, by the model's parameter names
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[tuple[Path, list[str]]] = []
+        self._total_bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Tensors by canonical name, of whole blocks: what the files hold apart is one tensor here. Of a name that comes again the first counts."""
+        fresh = {name: tensor for name, tensor in tensors.items() if name not in self.shapes}
+        self.shapes |= {name: tuple(tensor.shape) for name, tensor in fresh.items()}
+        self._pending |= fresh
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= _FILE_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, give the files their names and add the index."""
+        if self._pending:
+            self._flush()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.rename(self.folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored = {name: tensor.contiguous() for name, tensor in revert_weight_conversion(self.model, self._pending).items()}
+        path = self.folder / f"part-{len(self._files)}"
+        save_file(stored, path, metadata={"format": "pt"})
+        self._files.append((path, list(stored)))
+        self._total_bytes += sum(tensor.nbytes for tensor in stored.values())
+        self._pending = {}

@@ -6,7 +6,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,14 +23,16 @@ from mpfinetune.planning.tensor_bytes import EIGHT_BIT
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
-from mpfinetune.strategies.update import PlainUpdate
-from mpfinetune.training.checkpoint import RunState, check_identity, load_into, prune, read_state, save_checkpoint, tensors_of
+from mpfinetune.strategies.full_precision import FullPrecisionForward
+from mpfinetune.training.checkpoint import RunState, check_identity, complete_checkpoints, load_into, prune, read_state, save_checkpoint, tensors_of
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.leaks import LeakWatch, memory_of_ranks
 from mpfinetune.training.learning_rate import learning_rate
 from mpfinetune.training.oom import MicroSize
 from mpfinetune.training.optim import attach_update
 from mpfinetune.training.prepare import PreparedRun
+
+FULL_PRECISION_SPLIT = "evaluation_full_precision"  # in metrics.jsonl
 
 
 class Stopped(Exception):
@@ -75,8 +77,9 @@ class Trainer:
             for epoch, index, batch in self._updates():
                 started = time.perf_counter()
                 lr = learning_rate(self.config.train, self.config.optimizer.lr, self.state.applied_updates, self.total_updates)
-                outcome = self.micro_size.attempt(partial(self._update_once, batch, lr, bool(stop)), self.state)
-                self._advance(epoch, index, batch, outcome)
+                scale_was_smallest = self.update.scale_is_smallest
+                outcome = self.micro_size.attempt(partial(self._update_once, batch, lr, lambda: bool(stop)), self.state)
+                self._advance(epoch, index, batch, outcome, scale_was_smallest)
                 seconds = time.perf_counter() - started
                 self._log(epoch + (index + 1) / self.loader.updates_per_epoch, batch, outcome, lr, seconds)
                 bar.advance(loss=outcome.loss, lr=lr, tokens_per_second=batch.token_count / seconds)
@@ -92,27 +95,47 @@ class Trainer:
         """Once before training, after a resume: what was found earlier, or ``batch.micro_size: auto``; collective."""
         self.micro_size.settle(self.state, self.loader.longest_batch())
 
-    def _update_once(self, batch: GlobalBatch, lr: float, stop_requested: bool) -> StepOutcome:
+    def _update_once(self, batch: GlobalBatch, lr: float, stop_requested: Callable[[], bool]) -> StepOutcome:
         """The random numbers begin anew each time: an update that is run again is that of a run which had the smaller micro-batch all along."""
         torch.manual_seed(stream_seed(self.config.train.seed, "update", self.state.step, self.strategy.context.rank))
         return self.strategy.train_step(batch, lr, stop_requested)
 
-    def evaluate(self) -> dict[str, float]:
-        """Score the held-out rows at the present weights; collective."""
+    def evaluate(self, full_precision: bool | None = None) -> dict[str, float]:
+        """Score the held-out rows at the present weights; collective.
+
+        Args:
+            full_precision: also with every weight in full precision. Default: at every ``eval.full_precision_every``-th evaluation.
+        """
         if self.evaluation_loader is None:
             return {}
+        self.state.evaluations += 1
+        every = self.config.eval.full_precision_every
         metrics = self.micro_size.attempt(partial(evaluate, self.strategy, self.evaluation_loader, self.run.data), self.state)
         value = metrics[self.run.data.best_metric]
         self.state.score = -value if self.run.data.lower_is_better else value
         self.tracker.log_evaluation(self.state.step, "evaluation", metrics)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.reporter.say(f"evaluation at update {self.state.step} ({len(self.run.data.evaluation)} rows): {shown}")
+        if full_precision or (full_precision is None and every and self.state.evaluations % every == 0):
+            self._evaluate_at_full_precision(self.evaluation_loader, metrics["loss"])
         return metrics
+
+    def _evaluate_at_full_precision(self, loader: UpdateLoader, loss: float) -> None:
+        """The same rows with fp32 weights and the unquantised base; how far ``loss`` is from theirs is the cost of rounding."""
+        planned = self.run.planned
+        forward = FullPrecisionForward(self.strategy, self.config, planned.hf_config, self.run.folder)
+        metrics = self.micro_size.must_fit(partial(evaluate, self.strategy, loader, self.run.data, forward), "eval.full_precision_every")
+        difference = loss - metrics["loss"]
+        self.tracker.log_evaluation(self.state.step, FULL_PRECISION_SPLIT, {**metrics, "loss_difference": difference})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        held = self.config.precision if self.config.quantize == "none" else f"{self.config.quantize} and {self.config.precision}"
+        self.reporter.say(f"  at full precision: {shown}; the loss in {held} is {abs(difference):.5f} {'higher' if difference >= 0 else 'lower'}")
 
     def save(self) -> None:
         """Write a checkpoint of the present state; collective."""
-        if isinstance(self.update, PlainUpdate) and self.update.scale.dynamic:
-            self.state.loss_scale, self.state.updates_at_loss_scale = self.update.scale.value, self.update.scale.updates_since_change
+        scale = self.update.scale_state()
+        if scale is not None:
+            self.state.loss_scale, self.state.updates_at_loss_scale = scale
         saved = save_checkpoint(self.checkpoints, self.state, tensors_of(self.strategy), self.strategy.context)
         if self.strategy.context.rank == 0:
             prune(self.checkpoints, self.config.checkpoint.keep, saved)
@@ -133,8 +156,8 @@ class Trainer:
             )
         self.load_weights(checkpoint)
         self.state = replace(state, identity=self.state.identity)
-        if isinstance(self.update, PlainUpdate) and self.update.scale.dynamic and state.loss_scale is not None:
-            self.update.scale.value, self.update.scale.updates_since_change = state.loss_scale, state.updates_at_loss_scale
+        if state.loss_scale is not None:
+            self.update.load_scale_state(state.loss_scale, state.updates_at_loss_scale)
 
     def load_weights(self, checkpoint: Path) -> None:
         """Weights and optimizer state of a checkpoint, for this rank's parameters."""
@@ -151,7 +174,7 @@ class Trainer:
                     return
             epoch, index = epoch + 1, 0
 
-    def _advance(self, epoch: int, index: int, batch: GlobalBatch, outcome: StepOutcome) -> None:
+    def _advance(self, epoch: int, index: int, batch: GlobalBatch, outcome: StepOutcome, scale_was_smallest: bool) -> None:
         state = self.state
         state.step += 1
         state.tokens += batch.token_count
@@ -161,15 +184,25 @@ class Trainer:
             state.applied_updates += 1
             self.skipped_in_a_row = 0
             return
-        self.skipped_in_a_row += 1
-        self.reporter.say(f"update {state.step} skipped: the gradient's norm is {outcome.grad_norm}; weights and optimizer are unchanged")
+        scale = self.update.scale_state()
+        now = "" if scale is None else f"; the loss scale is now {scale[0]:g}"
+        self.reporter.say(f"update {state.step} skipped: the gradient's norm is {outcome.grad_norm}; weights and optimizer are unchanged{now}")
+        # Above the smallest scale an overflow is a part of the search for the scale: fp16 may begin with many.
+        self.skipped_in_a_row += scale_was_smallest
         if self.skipped_in_a_row > self.config.train.max_skipped_updates:
-            spoilt = sorted({name for names in self.strategy.context.gather_objects(getattr(self.update, "not_finite", [])) for name in names})
-            raise NotFinite(
-                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (train.max_skipped_updates); the newest checkpoint "
-                f"in {self.checkpoints} is from before. First of {len(spoilt)} such parameters: {', '.join(spoilt[:5])}. "
-                "Try a smaller optimizer.lr, more warm-up, or precision: fp32."
-            )
+            raise NotFinite(self._why_not_finite("" if scale is None else f" at the smallest loss scale, {scale[0]:g}"))
+
+    def _why_not_finite(self, where: str) -> str:
+        """The message that ends a run, with the checkpoint to go on from; collective."""
+        spoilt = sorted({name for names in self.strategy.context.gather_objects(getattr(self.update, "not_finite", [])) for name in names})
+        saved = complete_checkpoints(self.checkpoints)
+        # Skipped updates leave the weights alone, so the newest checkpoint is good even if it was saved among them.
+        last_good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"
+        first = f" First of {len(spoilt)} such parameters: {', '.join(spoilt[:5])}." if spoilt else ""
+        return (
+            f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite{where} (train.max_skipped_updates); {last_good}.{first} "
+            f"Try a smaller optimizer.lr, more warm-up, or precision: {'bf16 or fp32' if where else 'fp32'}."
+        )
 
     def _log(self, epoch: float, batch: GlobalBatch, outcome: StepOutcome, lr: float, seconds: float) -> None:
         context = self.strategy.context

@@ -17,7 +17,7 @@ from mpfinetune.planning.plan import Plan
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import Strategy
-from mpfinetune.strategies.oom import OutOfMemory, free_memory
+from mpfinetune.strategies.oom import OutOfMemory, free_memory, out_of_memory_words
 from mpfinetune.training.checkpoint import RunState
 
 T = TypeVar("T")
@@ -71,6 +71,26 @@ class MicroSize:
             except OutOfMemory as error:
                 failure = error
             self._halve(failure, state)
+
+    def must_fit(self, work: Callable[[], T], key: str) -> T:
+        """Do ``work``, in which the ranks wait for each other at every turn, so that none can begin anew: where it does not fit, the run ends.
+
+        Args:
+            key: of the config, that asked for it.
+
+        Raises:
+            DoesNotFit: on this rank only.
+        """
+        try:
+            return work()
+        except Exception as error:
+            words = out_of_memory_words(error)
+            if words is None:
+                raise
+            raise DoesNotFit(
+                f"rank {self.strategy.context.rank} ran out of memory ({words}) in what {key} asks for; set batch.micro_size to less than "
+                f"{self.rows}, or leave {key} out"
+            ) from error
 
     def settle(self, state: RunState, longest: GlobalBatch) -> None:
         """Before training: the size that the run has found earlier for this layout, or the one that is probed with the ``longest`` batch.

@@ -109,7 +109,7 @@ def evaluate(run: PreparedRun, which: str, reporter: Reporter) -> dict[str, floa
         if checkpoint is not None:
             trainer.load_weights(checkpoint)
             reporter.say(f"weights of {checkpoint}")
-        return trainer.evaluate()
+        return trainer.evaluate(full_precision=run.config.eval.full_precision_every > 0)
 
 
 def export(run: PreparedRun, checkpoint: Path, output: Path, reporter: Reporter) -> None:

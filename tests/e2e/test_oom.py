@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from mpfinetune.strategies.full_precision import FullPrecisionForward
 from mpfinetune.training.checkpoint import read_state
 from mpfinetune.training.leaks import LeakWatch
 from mpfinetune.training.loop import Trainer
@@ -107,6 +108,14 @@ def test_an_evaluation_that_does_not_fit_is_scored_anew(work: Workspace) -> None
     assert "after update 0" in text
     train(work.config(name="small", **micro(1), **{"train.max_steps": 2}))
     assert largest_difference(work.run_dir("hit"), work.run_dir("small")) <= TOLERANCE
+
+
+def test_an_evaluation_at_full_precision_that_does_not_fit_ends_with_advice(work: Workspace) -> None:
+    config = work.config("llama", precision="bf16", **{"eval": {"full_precision_every": 1}}, **micro(2))
+    with mock.patch.object(FullPrecisionForward, "__call__", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+        outcome = command("train", config)
+    assert outcome.code == 1 and "Traceback" not in outcome.text
+    assert "in what eval.full_precision_every asks for; set batch.micro_size to less than 2" in outcome.text.replace("\n", " ")
 
 
 def test_another_error_is_not_taken_for_a_want_of_memory(work: Workspace) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
@@ -102,3 +103,30 @@ def test_stage_3_loads_a_part_at_a_time(tmp_path: Path) -> None:
             "tests.multiproc.training_cases:load_bytes_of_stage_3", {"folder": str(tmp_path), "part_bytes": 8 * 2**20}, LIMIT_SECONDS
         ):
             assert seen["peak"] < seen["whole"] / 2 + seen["largest_part"] + 16 * 2**20 < seen["whole"]
+
+
+def test_the_engines_loss_scale_is_put_back_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed refuses fp16 on a CPU, so its scaler alone: halved, grown and stopped as without an engine."""
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it asks who is to log
+
+    def update_with_scaler() -> DeepSpeedUpdate:
+        update = object.__new__(DeepSpeedUpdate)
+        update._scaler = DynamicLossScaler(4.0, scale_window=3, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
+        update._keep_the_run_at_the_smallest_scale()
+        return update
+
+    update, states = update_with_scaler(), []
+    for overflow in (True, False, False, False, False, False, False, False, True, True, True, True):
+        again = update_with_scaler()
+        again.load_scale_state(*(update.scale_state() or ()))
+        for one in (update, again):
+            one._scaler.update_scale(overflow)
+        assert again.scale_state() == update.scale_state()
+        states.append(update.scale_state())
+    assert states == [
+        (2.0, 0), (2.0, 1), (2.0, 2), (2.0, 3), (4.0, 1), (4.0, 2), (4.0, 3), (8.0, 1), (4.0, 0), (2.0, 0), (1.0, 0), (1.0, 0)
+    ]  # fmt: skip
+    assert update.scale_is_smallest and not update_with_scaler().scale_is_smallest

@@ -227,7 +227,8 @@ def run_updates(
             strategy.evaluate(batch, lambda out, labels: logits.append(out.detach().float().cpu()))
         torch.manual_seed(stream_seed(SEED, "update", step, rank))  # as the training loop does
         with _poisoned(strategy, poison if poison is not None and poison[0] == step else None):
-            outcomes.append(strategy.train_step(batch, problem.lr, stop_requested=rank == stop_rank and step == 1))
+            stops = rank == stop_rank and step == 1
+            outcomes.append(strategy.train_step(batch, problem.lr, stop_requested=lambda stops=stops: stops))
     saved, parameters = tensors_of(strategy), strategy.named_parameters()
     if strategy.plan.zero_stage == 3:  # the parameters themselves are parts; rank 0 has what a checkpoint holds, whole
         held = saved.weights if strategy.context.replica == 0 else {}
@@ -368,7 +369,7 @@ def load_bytes_of_stage_3(folder: str, part_bytes: int) -> dict[str, float]:
     plan = make_plan(config, facts, World("cpu", 2, dist.get_world_size()))
     context = make_context(dist.get_rank(), dist.get_world_size(), CPU, 1, timedelta(seconds=60))
     zero.join_deepspeed(context)
-    parts = zero.part_spans(facts, 4, part_bytes)
+    parts = zero.part_spans(facts, plan.spans[0], 4, part_bytes)
     process, seen, done = psutil.Process(), [0.0], threading.Event()
     before = process.memory_full_info().uss
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mpfinetune.config import RULES, RunConfig, check_rules, config_from_dict, config_hints, config_paths, load_config, save_config
+from mpfinetune.config_rules import paths_read
 from mpfinetune.config_values import convert, type_in_words
 from mpfinetune.errors import ConfigError, UserError
 
@@ -233,15 +234,25 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         CAUSAL,
         {"data.task": "mrpc"},
-        "data.task: 'mrpc' given, must be null for model.task: causal_lm (a GLUE task is a classification; set model.task: sequence_classification)",
+        "data.task: 'mrpc' given, must be null for model.task: causal_lm: a GLUE task is a classification; set model.task: sequence_classification",
     ),
-    (GLUE, {"data.task": None}, "data.task: None given, must be one of mrpc, sst2, cola, rte, stsb for model.task: sequence_classification"),
-    (CAUSAL, {"data.path": None}, "data.path: None given, must be a .jsonl or .txt file for model.task: causal_lm"),
+    (
+        GLUE,
+        {"data.task": None},
+        "data.task: None given, must be one of mrpc, sst2, cola, rte, stsb for model.task: sequence_classification: its rows "
+        "are those of a GLUE task; name one, or set model.task: causal_lm and data.path",
+    ),
+    (
+        CAUSAL,
+        {"data.path": None},
+        "data.path: None given, must be a .jsonl or .txt file for model.task: causal_lm: no text is read by default; name your file",
+    ),
     (CAUSAL, {"data.eval_fraction": 1.0}, "data.eval_fraction: 1.0 given, must be in [0, 1)"),
     (
         CAUSAL,
         {"data.eval_fraction": 0.1, "data.eval_path": "held_out.jsonl"},
-        "data.eval_fraction: 0.1 given, must be 0 where data.eval_path or a GLUE task already gives the held-out rows",
+        "data.eval_fraction: 0.1 given, must be 0 where data.eval_path or a GLUE task gives the held-out rows: there would be "
+        "two held-out sets; leave out one of the two",
     ),
     (GLUE, {"data.max_length": 1}, "data.max_length: 1 given, must be at least 2 tokens"),
     (GLUE, {"data.pad_to_multiple_of": 0}, "data.pad_to_multiple_of: 0 given, must be at least 1"),
@@ -256,62 +267,73 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GLUE,
         {"partition.stages": ["embed", "head"], "partition.device_map": {"model": 0}},
-        "partition.stages: ['embed', 'head'] given, must be empty where partition.device_map is given: one map, not two",
+        "partition.stages: ['embed', 'head'] given, must be empty where partition.device_map is given: there would be two "
+        "maps; leave out one of the two",
     ),
     (
         GLUE,
         {"partition.rule": "manual"},
-        "partition.rule: 'manual' given, must be manual only together with partition.stages or partition.device_map",
+        "partition.rule: 'manual' given, must be manual only together with partition.stages or partition.device_map: a manual "
+        "split is the one that you write; write a map, or set partition.rule: parameters",
     ),
     (
         GLUE,
         {"partition.rule": "uniform", "partition.stages": ["embed", "head"]},
-        "partition.rule: 'uniform' given, must be manual (or left out) where partition.stages or partition.device_map is given",
+        "partition.rule: 'uniform' given, must be manual (or left out) where partition.stages or partition.device_map is "
+        "given: the map and the rule could differ; leave out one of the two",
     ),
     (
         GLUE,
         {"strategy": "pipeline", "partition.device_map": {"model.layers.*": 0}},
-        "partition.device_map: {'model.layers.*': 0} given, must be without globs unless strategy is local: a pipeline's stages are named block by "
-        "block, or by partition.stages",
+        "partition.device_map: {'model.layers.*': 0} given, must be without globs unless strategy is local: a pipeline's "
+        "stages are whole blocks in their order; name them block by block, write partition.stages, or set strategy: local",
     ),
     (
         GLUE,
         {"strategy": "pipeline", "partition.local_overlap": True},
-        "partition.local_overlap: True given, must be false unless strategy is local: a pipeline overlaps by its schedule",
+        "partition.local_overlap: True given, must be false unless strategy is local: a pipeline overlaps by its schedule; "
+        "leave it out, or set strategy: local",
     ),
     (
         GLUE,
         {"strategy": "local", "partition.local_overlap": True, "devices": 1},
-        "partition.local_overlap: True given, must be false with devices: 1, where nothing can overlap",
+        "partition.local_overlap: True given, must be false with devices: 1: one device has nothing to overlap with; set devices: 2 or more",
     ),
     (
         GLUE,
         {"strategy": "local", "partition.local_overlap": True, "partition.device_map": {"model.layers.*.mlp": 1}},
-        "partition.local_overlap: True given, must be false with globs in partition.device_map: overlap needs contiguous stages (partition.stages, "
-        "or a map of whole blocks)",
+        "partition.local_overlap: True given, must be false with globs in partition.device_map: overlap needs contiguous "
+        "stages; write partition.stages, or a map of whole blocks",
     ),
     (GLUE, {"partition.num_stages": 0}, "partition.num_stages: 0 given, must be at least 1"),
     (
         GLUE,
         {"partition.num_stages": 2, "partition.stages": ["embed", "0", "head"]},
-        "partition.num_stages: 2 given, must be left out, or equal to the number of entries of partition.stages",
+        "partition.num_stages: 2 given, must be left out, or equal to the number of entries of partition.stages: the map says "
+        "how many stages there are; leave it out",
     ),
     (
         GLUE,
         {"stages_per_rank": 2, "schedule": "1f1b"},
-        "stages_per_rank: 2 given, must be 1 for the schedules gpipe and 1f1b (take interleaved_1f1b for more)",
+        "stages_per_rank: 2 given, must be 1 for the schedules gpipe and 1f1b: they run one stage a process; take schedule: "
+        "interleaved_1f1b for more",
     ),
-    (GLUE, {"stages_per_rank": 3, "schedule": "zbv"}, "stages_per_rank: 3 given, must be 2 for the schedule zbv"),
+    (
+        GLUE,
+        {"stages_per_rank": 3, "schedule": "zbv"},
+        "stages_per_rank: 3 given, must be 2 for the schedule zbv: its V passes each process twice; take schedule: interleaved_zero_bubble for more",
+    ),
     (
         GLUE,
         {"stages_per_rank": 1, "schedule": "interleaved_1f1b"},
-        "stages_per_rank: 1 given, must be at least 2 for the interleaved schedules",
+        "stages_per_rank: 1 given, must be at least 2 for the interleaved schedules: one stage a process leaves nothing to "
+        "interleave; take schedule: 1f1b",
     ),
     (
         GLUE,
         {**MANUAL, "schedule": "zbv"},
-        "schedule: 'zbv' given, must be one whose stages_per_rank divides the number of entries of partition.stages "
-        "(2 stages a process for interleaved and zbv)",
+        "schedule: 'zbv' given, must be one whose stages_per_rank divides the number of entries of partition.stages: every "
+        "process runs equally many stages (2 for interleaved and zbv); change the map, stages_per_rank or the schedule",
     ),
     (GLUE, {"batch.global_size": 0}, "batch.global_size: 0 given, must be at least 1 row"),
     (GLUE, {"batch.micro_size": 0}, "batch.micro_size: 0 given, must be at least 1 row"),
@@ -330,6 +352,13 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLUE, {"train.warmup_steps": -1}, "train.warmup_steps: -1 given, must be 0 or more, or null"),
     (GLUE, {"train.max_skipped_updates": -1}, "train.max_skipped_updates: -1 given, must be 0 or more"),
     (GLUE, {"eval.every_steps": 0}, "eval.every_steps: 0 given, must be at least 1, or null"),
+    (GLUE, {"precision": "bf16", "eval.full_precision_every": -1}, "eval.full_precision_every: -1 given, must be 0 (never) or more"),
+    (
+        GLUE,
+        {"eval.full_precision_every": 2},
+        "eval.full_precision_every: 2 given, must be 0 for precision: fp32 without quantize: every evaluation is at full "
+        "precision already; leave it out",
+    ),
     (GLUE, {"checkpoint.every_steps": 0}, "checkpoint.every_steps: 0 given, must be at least 1, or null"),
     (GLUE, {"checkpoint.keep": 0}, "checkpoint.keep: 0 given, must be at least 1"),
     (GLUE, {"dist.timeout_seconds": 0}, "dist.timeout_seconds: 0.0 given, must be greater than 0"),
@@ -343,51 +372,56 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GLUE,
         {"recompute": "offload", "schedule": "zbv", "strategy": "pipeline"},
-        "recompute: 'offload' given, must be none, full, every_N or a list of blocks with a zero-bubble schedule, whose split backward cannot "
-        "run through fairscale's wrapper; or take schedule: 1f1b",
+        "recompute: 'offload' given, must be none, full, every_N or a list of blocks with a zero-bubble schedule: its split "
+        "backward cannot run through fairscale's wrapper; take recompute: full, or schedule: 1f1b",
     ),
     (
         GLUE,
         {"offload.optimizer": "cpu", "strategy": "local"},
-        "offload.optimizer: 'cpu' given, must be none for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
+        "offload.optimizer: 'cpu' given, must be none for strategy local and auto: DeepSpeed's engines offload, and neither "
+        "has one; set strategy: pipeline or zero",
     ),
     (
         GLUE,
         {"offload.optimizer": "cpu", "strategy": "pipeline", "optimizer.name": "sgd"},
-        "offload.optimizer: 'cpu' given, must be none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs "
-        "on the host",
+        "offload.optimizer: 'cpu' given, must be none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one "
+        "update rule that runs on the host; set optimizer.name: adamw",
     ),
     (
         GLUE,
         {"offload.optimizer": "nvme", "strategy": "zero"},
-        "offload.optimizer: 'nvme' given, must be cpu, or nvme with strategy: zero and offload.nvme_path",
+        "offload.optimizer: 'nvme' given, must be cpu, or nvme with strategy: zero and offload.nvme_path: only strategy zero "
+        "swaps to a disk, and it needs a folder there; set both, or offload.optimizer: cpu",
     ),
     (
         GLUE,
         {"offload.parameters": "cpu", "strategy": "zero"},
-        "offload.parameters: 'cpu' given, must be none, unless strategy is zero and zero.stage is 3: only stage 3 gathers parameters when they "
-        "are used",
+        "offload.parameters: 'cpu' given, must be none, unless strategy is zero and zero.stage is 3: only stage 3 gathers "
+        "parameters when they are used; set zero.stage: 3, or offload the optimizer only",
     ),
     (
         GLUE,
         {"offload.parameters": "nvme", "strategy": "zero", "zero.stage": 3},
-        "offload.parameters: 'nvme' given, must be cpu, or nvme together with offload.nvme_path",
+        "offload.parameters: 'nvme' given, must be cpu, or nvme together with offload.nvme_path: swapping needs a folder on "
+        "the disk; set offload.nvme_path",
     ),
     (
         GLUE,
         {"zero.stage": 3, "strategy": "pipeline"},
-        "zero.stage: 3 given, must be left out unless strategy is zero; strategy: pipeline with offload.optimizer: cpu is ZeRO-1 within each "
-        "stage (stage 2 gives wrong gradients there, stage 3 hangs)",
+        "zero.stage: 3 given, must be left out unless strategy is zero: in a pipeline ZeRO-2 gives wrong gradients and ZeRO-3 "
+        "hangs; set strategy: zero, or take offload.optimizer: cpu, which is ZeRO-1 within each stage",
     ),
     (
         GLUE,
         {"deepspeed": {"wall_clock_breakdown": True}},
-        "deepspeed: {'wall_clock_breakdown': True} given, must be empty where no DeepSpeed engine runs (strategy: zero, or offload.optimizer: cpu)",
+        "deepspeed: {'wall_clock_breakdown': True} given, must be empty where no DeepSpeed engine runs: nothing would read it; "
+        "set strategy: zero or offload.optimizer: cpu, or leave it out",
     ),
     (
         GLUE,
         {"optimizer.name": "sgd", "strategy": "zero"},
-        "optimizer.name: 'sgd' given, must be adamw for strategy: zero; take strategy: pipeline or local for sgd and the 8-bit optimizers",
+        "optimizer.name: 'sgd' given, must be adamw for strategy: zero: DeepSpeed shards the states of its own Adam; take "
+        "strategy: pipeline or local for sgd and the 8-bit optimizers",
     ),
     (
         GLUE,
@@ -397,13 +431,14 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GLUE,
         {"adapter.type": "lora", "strategy": "pipeline", "offload.optimizer": "cpu"},
-        "adapter.type: 'lora' given, must be none for strategy: zero and for offload.optimizer: cpu, whose engines would round the fp32 adapters; "
-        "take strategy: pipeline without offload (an adapter's optimizer states are small)",
+        "adapter.type: 'lora' given, must be none for strategy: zero and for offload.optimizer: cpu: DeepSpeed's engines would "
+        "round the fp32 adapters; take strategy: pipeline without offload (an adapter's optimizer states are small)",
     ),
     (
         GLUE,
         {"adapter.type": "lora", "strategy": "local", "partition.device_map": {"bert": 0}, "partition.rule": "manual"},
-        "adapter.type: 'lora' given, must be none for strategy: local over several devices; take strategy: pipeline, or local on one device",
+        "adapter.type: 'lora' given, must be none for strategy: local over several devices: adapters are added stage by stage, "
+        "not by a map; take strategy: pipeline, or local on one device",
     ),
     (GLUE, {"adapter.rank": 0}, "adapter.rank: 0 given, must be at least 1"),
     (GLUE, {"adapter.alpha": 0}, "adapter.alpha: 0 given, must be at least 1"),
@@ -427,9 +462,22 @@ def test_broken_rule_is_reported_beside_a_type_problem(base: dict[str, Any], val
 
 def test_every_rule_has_a_case() -> None:
     for rule in RULES:
-        cases = [message for _, _, message in BROKEN if message.startswith(f"{rule.path}: ") and message.endswith(f" given, must be {rule.allowed}")]
-        assert cases, f"add a row to BROKEN for the rule '{rule.path}: must be {rule.allowed}'"
+        cases = [message for _, _, message in BROKEN if message.startswith(f"{rule.path}: ") and message.endswith(f" given, must be {rule.demand}")]
+        assert cases, f"add a row to BROKEN for the rule '{rule.path}: must be {rule.demand}'"
     assert len(BROKEN) == len(RULES)
+
+
+@pytest.mark.parametrize(("base", "values", "message"), BROKEN, ids=[message.partition(" given")[0] for _, _, message in BROKEN])
+def test_a_refused_combination_says_why_and_what_instead(
+    monkeypatch: pytest.MonkeyPatch, base: dict[str, Any], values: dict[str, Any], message: str
+) -> None:
+    """A verdict that rests on several keys; the bounds of batch.micro_size by batch.global_size explain themselves."""
+    path, _, demand = message.partition(" given, must be ")
+    (rule,) = [rule for rule in RULES if path.startswith(f"{rule.path}: ") and rule.demand == demand]
+    monkeypatch.setattr("mpfinetune.config.check_rules", lambda config: [])
+    wrong = config_from_dict(with_values(base, values))
+    combination = {key for key in paths_read(rule, wrong) if not key.startswith("batch.")}
+    assert bool(rule.why and rule.instead) == (len(combination) > 1), combination
 
 
 def test_every_rule_is_about_a_key_of_the_config() -> None:

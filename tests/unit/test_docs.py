@@ -30,7 +30,7 @@ def test_config_reference_is_up_to_date(generator: ModuleType) -> None:
 def test_config_reference_holds_every_key_and_rule(generator: ModuleType) -> None:
     text = generator.render()
     assert all(f"| `{path}` |" in text for path, _ in config_paths())
-    assert all(f"| `{rule.path}` | {rule.allowed} |" in text for rule in RULES)
+    assert all(f"| `{rule.path}` | {rule.allowed} |" + (f" {rule.why} | {rule.instead} |" if rule.why else "") in text for rule in RULES)
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") in (3, 5) for line in tables)
 
