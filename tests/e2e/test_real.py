@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("MPFINETUNE_SHARED", REPOSITORY.parent / "shared"))
@@ -82,3 +84,24 @@ def test_smollm2_on_gsm8k(tmp_path: Path) -> None:
     overrides = (f"model.path={SMOLLM2}", f"data.path={GSM8K / 'train.jsonl'}", f"data.eval_path={GSM8K / 'test.jsonl'}")
     scores = [line["metrics"]["loss"] for line in evaluations(train("gsm8k_smollm2.yaml", tmp_path / "run", *overrides, timeout_seconds=2900))]
     assert scores[-1] <= 0.80, scores
+
+
+@needs_gsm8k
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+def test_qlora_on_gsm8k(tmp_path: Path) -> None:
+    """60 updates on an NF4 base; the merged folder answers a question with plain transformers."""
+    data = (f"model.path={SMOLLM2}", f"data.path={GSM8K / 'train.jsonl'}", f"data.eval_path={GSM8K / 'test.jsonl'}")
+    overrides = (*data, "precision=fp32", "recompute=none")  # many CPUs have no bf16 instructions
+    scores = evaluations(train("qlora_two_cards.yaml", tmp_path / "run", *overrides, timeout_seconds=3500))
+    assert scores[0]["metrics"]["loss"] > 1.4
+    assert scores[-1]["metrics"]["loss"] <= 1.0
+    command = [sys.executable, "-m", "mpfinetune", "export", "--merge", "configs/qlora_two_cards.yaml", f"run_dir={tmp_path / 'run'}", "device=cpu"]
+    subprocess.run([*command, *overrides], cwd=REPOSITORY, timeout=600, check=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "run" / "merged")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged", dtype=torch.float32)
+    question = json.loads((GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()[0])["question"]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = tokenizer.decode(model.generate(**chat, max_new_tokens=120, do_sample=False)[0, chat["input_ids"].shape[1] :])
+    print(answer)
+    assert "<<" in answer  # the data set's way of writing a calculation, which the base model does not know
