@@ -20,9 +20,9 @@ import torch
 from mpfinetune.errors import ConfigError
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.families import FAMILIES
+from tests.multiproc.layouts import LAYOUTS, LOCAL, OFFLOADED, PRECISIONS, PRODUCT, RECOMPUTE, SHAPES_OF_BLOCK_KIND, product_problem, zero
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import (
-    SUB_BLOCK_MAPS,
     Problem,
     adapter_problem,
     differences,
@@ -36,12 +36,9 @@ TOLERANCE = 1e-5
 # int8 computes in fp16 and rounds what enters a layer to 8 bits, so a last bit of fp32 can become a whole step of 1/127.
 INT8_TOLERANCE = 1e-3
 BF16_LOSS_TOLERANCE = 1e-2
-LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
 CASE = "tests.multiproc.training_cases:train"
-SHAPES_OF_BLOCK_KIND = ("llama", "gpt2", "bert")  # untied decoder, tied decoder, encoder
 FOUR_STAGES = {"partition": {"rule": "uniform", "num_stages": 4}}
 THREE_STAGES = {"partition": {"rule": "uniform", "num_stages": 3}}
-OFFLOADED: dict[str, Any] = {"offload": {"optimizer": "cpu"}}
 # The engine and its first import may take long on a busy machine.
 LIMIT_SECONDS = 180.0
 
@@ -63,10 +60,6 @@ class Column:
 
 def by_map(*stages: str) -> dict[str, Any]:
     return {"partition": {"stages": list(stages)}}
-
-
-def zero(stage: int, **offload: str) -> dict[str, Any]:
-    return {"strategy": "zero", "partition": {}, "zero": {"stage": stage}, "offload": offload}
 
 
 def on_blocks(*blocks: int) -> dict[str, Any]:
@@ -147,29 +140,6 @@ COLUMNS: dict[str, Column] = {
     "head_learns": Column(("bert",), adapter={"adapter": {"type": "none"}, "trainable": ["head"]}),
 }
 MATRIX = [pytest.param(family, name, id=f"{name}-{family}") for name, column in COLUMNS.items() for family in column.families]
-
-
-# Where tensors live: (changes of the config by family or for all, ranks). Multiplied by precision, recompute and family.
-WHOLE_BLOCKS: dict[str, dict[str, int]] = {
-    "llama": {"": 1, "model.embed_tokens": 0, "model.layers.[01]": 0},
-    "gpt2": {"": 1, "transformer.wte": 0, "transformer.wpe": 0, "transformer.h.[01]": 0},
-    "bert": {"": 1, "bert.embeddings": 0, "bert.encoder.layer.[01]": 0},
-}
-LAYOUTS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
-    "local": (lambda family: LOCAL, 0),
-    "local, map of blocks": (lambda family: {"strategy": "local", "partition": {"device_map": WHOLE_BLOCKS[family]}}, 0),
-    "local, map inside blocks": (lambda family: {"strategy": "local", "partition": {"device_map": SUB_BLOCK_MAPS[family]}}, 0),
-    "local, Pipe": (lambda family: {"strategy": "local", "partition": {"local_overlap": True}}, 0),
-    "pipeline": (lambda family: {}, 2),
-    "pipeline, offload": (lambda family: OFFLOADED, 2),
-    "pipeline x 2 replicas": (lambda family: {}, 4),
-    "zero 1": (lambda family: zero(1), 2),
-    "zero 2": (lambda family: zero(2), 2),
-    "zero 3": (lambda family: zero(3), 2),
-    "zero 3, both offloads": (lambda family: zero(3, optimizer="cpu", parameters="cpu"), 2),
-}
-PRECISIONS, RECOMPUTE = ("fp32", "bf16"), ("none", "full", "offload")
-PRODUCT = list(itertools.product(LAYOUTS, PRECISIONS, RECOMPUTE, SHAPES_OF_BLOCK_KIND))
 
 
 def _is_in_default_tier(layout: str, precision: str, recompute: str, family: str) -> bool:
@@ -280,7 +250,7 @@ def test_product(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None], layout: str, precision: str, recompute: str, family: str
 ) -> None:
     """bf16 rounds after other sums, so its parameters part by whole steps of eight bits: its loss is compared, with one process in bf16."""
-    problem = Problem(family, precision=precision, frozen=("bert.embeddings*",) if family == "bert" else ())
+    problem = product_problem(family, precision)
     changes, ranks = LAYOUTS[layout][0](family), LAYOUTS[layout][1]
     merged = merge(run(request, ranks, problem=problem, changes={**changes, "recompute": recompute}), problem)
     reference = plain_reference(problem)

@@ -11,20 +11,15 @@ import torch
 
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
+from tests.multiproc.layouts import LOCAL, OFFLOADED, zero
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
 
 CASE = "tests.multiproc.training_cases:train"
 TOLERANCE = 1e-5
 PIPELINE: dict[str, Any] = {}
-OFFLOADED: dict[str, Any] = {"offload": {"optimizer": "cpu"}}
-LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
 # The engine and its first import may take long on a busy machine.
 LIMIT_SECONDS = 180.0
-
-
-def zero(stage: int, **offload: str) -> dict[str, Any]:
-    return {"strategy": "zero", "partition": {}, "zero": {"stage": stage}, "offload": offload}
 
 
 BOTH = zero(3, optimizer="cpu", parameters="cpu")
