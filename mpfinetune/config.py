@@ -243,6 +243,12 @@ class RunConfig:
     fallback: Literal["auto", "never"] = option(
         "auto", "`auto`: a run planned for several cards that finds one goes on there with strategy zero and offload, with the same numbers."
     )
+    hardware: list[Any] = option(
+        [],
+        "Cards to plan for that need not be here, one entry per rank of the pipeline, like [{gpu: rtx3090}, {gpu: gtx1080ti, memory_gib: 10.5}]. "
+        "An entry may change the table's figures (memory_gib, bandwidth_gb_s, fp32_tflops, fp16_tflops, bf16_tflops, pcie_gb_s, capability), "
+        "or describe a card that the table does not have.",
+    )
     devices: int | None = option(None, "Use only the first N visible devices. On the CPU: how many to pretend. Null: all visible ones.")
     run_dir: str = option(MISSING, "Folder of the run: resolved config, plan, metrics, checkpoints, TensorBoard files, exported model. Required.")
 

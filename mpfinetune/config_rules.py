@@ -7,6 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -33,6 +34,26 @@ def is_recompute_policy(policy: Any) -> bool:
 
 def _is_glob(key: str) -> bool:
     return any(sign in key for sign in "*?[")
+
+
+# Figures of a card in an entry of ``hardware``: positive numbers, but bf16_tflops may be 0 (a card without it).
+CARD_FIGURES = ("memory_gib", "bandwidth_gb_s", "fp32_tflops", "fp16_tflops", "bf16_tflops", "pcie_gb_s")
+_CAPABILITY = re.compile(r"\d+\.\d")
+
+
+def is_hardware(entries: list[Any]) -> bool:
+    """Whether every entry of ``hardware`` names a card and has figures that can be ones; whether the card is known is asked by the plan."""
+    return all(isinstance(entry, dict) and isinstance(entry.get("gpu"), str) and all(map(_is_figure, entry.items())) for entry in entries)
+
+
+def _is_figure(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    if name == "gpu":
+        return True
+    if name == "capability":
+        return _CAPABILITY.fullmatch(str(value)) is not None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return name in CARD_FIGURES and is_number and (value > 0 or (name == "bf16_tflops" and value == 0))
 
 
 @dataclass(frozen=True)
@@ -225,6 +246,12 @@ RULES: tuple[Rule, ...] = (
     Rule("checkpoint.keep", lambda c: c.checkpoint.keep >= 1, "at least 1"),
     Rule("dist.timeout_seconds", lambda c: c.dist.timeout_seconds > 0, "greater than 0"),
     Rule("dist.port", lambda c: c.dist.port is None or 1 <= c.dist.port <= 65535, "1 to 65535, or null for a free one"),
+    Rule(
+        "hardware",
+        lambda c: is_hardware(c.hardware),
+        "a list of entries like {gpu: rtx3090, memory_gib: 23.5}: gpu is the card's name, memory_gib, bandwidth_gb_s, fp32_tflops, fp16_tflops, "
+        "bf16_tflops and pcie_gb_s are positive numbers, capability is like 8.6",
+    ),
     Rule("devices", lambda c: c.devices is None or c.devices >= 1, "at least 1, or null"),
 )
 

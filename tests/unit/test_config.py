@@ -332,6 +332,12 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLUE, {"checkpoint.keep": 0}, "checkpoint.keep: 0 given, must be at least 1"),
     (GLUE, {"dist.timeout_seconds": 0}, "dist.timeout_seconds: 0.0 given, must be greater than 0"),
     (GLUE, {"dist.port": 70000}, "dist.port: 70000 given, must be 1 to 65535, or null for a free one"),
+    (
+        GLUE,
+        {"hardware": [{"gpu": "rtx3090", "memory_gib": 0}]},
+        "hardware: [{'gpu': 'rtx3090', 'memory_gib': 0}] given, must be a list of entries like {gpu: rtx3090, memory_gib: 23.5}: gpu is the card's "
+        "name, memory_gib, bandwidth_gb_s, fp32_tflops, fp16_tflops, bf16_tflops and pcie_gb_s are positive numbers, capability is like 8.6",
+    ),
     (GLUE, {"devices": 0}, "devices: 0 given, must be at least 1, or null"),
     (
         GLUE,
