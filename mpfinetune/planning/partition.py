@@ -13,6 +13,7 @@ from mpfinetune.config import PartitionConfig
 from mpfinetune.errors import ConfigError, did_you_mean
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageSpan
+from mpfinetune.planning.split import best_split
 
 PROLOGUE, EPILOGUE = "embed", "head"
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
@@ -58,38 +59,9 @@ def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> 
     # A tied head is a second copy on the last stage, so it weighs there too.
     costs[0] += sum(facts.parameters[name].numel for name in facts.names_of("prologue"))
     costs[-1] += sum(facts.parameters[name].numel for name in facts.names_of("epilogue"))
-    return spans_from_sizes(smallest_maximum(costs, num_stages))
-
-
-def smallest_maximum(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Cut a sequence into non-empty consecutive parts so that the largest sum of a part is as small as possible.
-
-    Exact, by dynamic programming over (parts, items) in O(parts * items^2). Among equally good splits the first parts are the largest.
-    (fairscale's ``blockpartition.solve`` is a bound, not an optimum: it cuts [3, 1, 1, 5] into [3, 1] and [1, 5], where [3, 1, 1] and [5] is best.)
-
-    Returns:
-        The number of items of each part.
-    """
-    count = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(num_parts + 1)]
-    cut = [[0] * (count + 1) for _ in range(num_parts + 1)]
-    best[0][count] = 0.0
-    # best[p][i]: smallest maximum for items i.. in p parts; filled from the end so that ties prefer long first parts.
-    for parts in range(1, num_parts + 1):
-        for start in range(count - parts, -1, -1):
-            for stop in range(count - parts + 1, start, -1):
-                value = max(prefix[stop] - prefix[start], best[parts - 1][stop])
-                if value < best[parts][start]:
-                    best[parts][start], cut[parts][start] = value, stop
-    sizes, start = [], 0
-    for parts in range(num_parts, 0, -1):
-        stop = cut[parts][start]
-        sizes.append(stop - start)
-        start = stop
-    return sizes
+    sizes = best_split(len(costs), num_stages, lambda stage, start, stop: sum(costs[start:stop]))
+    assert sizes is not None  # every cut is allowed
+    return spans_from_sizes(sizes)
 
 
 def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
