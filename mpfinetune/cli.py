@@ -41,7 +41,7 @@ def plan(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
         from mpfinetune.training.prepare import plan_run
         from mpfinetune.training.run import show_plan
 
-        planned = plan_run(settings, None)
+        planned = plan_run(settings, None, with_memory=True)
         show_plan(planned, reporter)
         run_dir = Path(settings.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -193,16 +193,19 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     from mpfinetune.dist import environment_int, launched_by_torchrun
     from mpfinetune.launcher import end_with_launcher, start_processes
     from mpfinetune.strategies.deepspeed_ops import prepare_ops
+    from mpfinetune.training.memory import refuse_what_cannot_fit
     from mpfinetune.training.prepare import plan_run, prepare_run
     from mpfinetune.training.run import show_plan
 
     as_rank = launched_by_torchrun()
-    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None)
+    # One process says what is expected, before and after.
+    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None, with_memory=os.environ.get("RANK", "0") == "0")
     started_here = os.environ.get(_STARTED_HERE) == "1"
     if started_here:
         end_with_launcher()
     if not started_here:
         show_plan(planned, reporter)
+        refuse_what_cannot_fit(planned.plan)
     # The starting process has said what there is to say about the data.
     prepared = prepare_run(planned, reporter.say if not started_here else lambda text: None)
     # In every process: the first builds, the others wait for it and find it built.

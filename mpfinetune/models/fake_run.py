@@ -200,7 +200,8 @@ class Observer:
 
     def _note_side_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not self._ledger.is_outside(leaf) and storage_key(leaf) != self._hidden:
+            # Only in the first pass: later, memory that was given back has the old keys.
+            if self._phase == "forward" and isinstance(leaf, Tensor) and not self._ledger.is_outside(leaf) and storage_key(leaf) != self._hidden:
                 self._side[storage_key(leaf)] = leaf.untyped_storage().nbytes()
 
     def _leave_block(self, part: int, measured: bool) -> Any:

@@ -15,9 +15,10 @@ from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import choose_engine, rank_bytes
+from mpfinetune.planning.memory_plan import MemoryPlan
 from mpfinetune.planning.partition import effective_rule, partition
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
-from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import learning_names, master_bytes, optimizer_bytes, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class RankPlan:
     gradient_bytes: int
     optimizer_bytes: int
     host_bytes: int = 0  # what is offloaded from the card
+    master_bytes: int = 0  # of the optimizer's bytes, fp32 copies of narrow weights: there before the first update
 
     @property
     def total_bytes(self) -> int:
@@ -72,6 +74,7 @@ class Plan:
     offload_parameters: str = "none"
     notes: tuple[str, ...] = ()  # what the plan found and did about it
     placement: Placement | None = None  # the modules' devices, for a map of strategy local
+    memory: MemoryPlan | None = None  # predicted bytes, phase by phase; None: not asked for
 
     @property
     def world_size(self) -> int:
@@ -266,6 +269,7 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
         weight_bytes=weight_bytes(config, facts, held),
         gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
         optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning),
+        master_bytes=sum(master_bytes(config, facts, name) for name in learning),
     )
 
 

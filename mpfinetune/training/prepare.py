@@ -21,6 +21,7 @@ from mpfinetune.models.load import weight_files
 from mpfinetune.planning.capability import Card, judge_precision
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.training.memory import plan_with_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -77,8 +78,8 @@ class PreparedRun:
         return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
-def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
-    """Facts and plan; ``world_size`` is None before the launch.
+def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False) -> PlannedRun:
+    """Facts and plan; ``world_size`` is None before the launch. ``with_memory``: the plan says what every card will hold.
 
     Raises:
         UserError: whatever is wrong with config, model, map or processes.
@@ -92,11 +93,15 @@ def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
     advice = judge_precision(config.precision, [Card(name, capability) for name, capability, _ in cards])
     here = processes_per_host() if world_size is not None else None
     smallest = min((size for *_, size in cards), default=None)
-    plan = make_plan(config, facts, World(device_type(config), visible_devices(config), world_size, here, smallest))
+    world = World(device_type(config), visible_devices(config), world_size, here, smallest)
+    plan = make_plan(config, facts, world)
     plan = replace(plan, notes=(*plan.notes, *advice))
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
-    return PlannedRun(config, hf_config, facts, plan, getattr(hf_config, "num_labels", 1))
+    num_labels = getattr(hf_config, "num_labels", 1)
+    if with_memory:
+        plan = plan_with_memory(config, _runnable(hf_config), facts, plan, world, num_labels)
+    return PlannedRun(config, hf_config, facts, plan, num_labels)
 
 
 def _check_causal(hf_config: PretrainedConfig) -> None:
