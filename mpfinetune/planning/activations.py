@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.stage import StageSpan
@@ -42,6 +42,7 @@ class StepPeak:
     workspace_bytes: int = 0
     gradient_bytes: int = 0
     most_kept_bytes: int = 0  # the most that is held for the backward pass at any moment, which may be another one
+    most_saved_bytes: int = 0  # of it, what autograd itself keeps
     in_flight: tuple[tuple[int, int], ...] = ()  # (stage, most microbatches held at once)
 
     @property
@@ -61,10 +62,10 @@ def stage_cost(
     """
     first = 0 if span.has_prologue else span.start + 1
     last = len(costs.parts) - 1 if span.has_epilogue else span.stop
-    some_recomputed = any(span.start <= block < span.stop for block in recomputed)
+    own = range(span.start, span.stop)
     # A recomputed block is given its side inputs again, so they are held; else only what its operations keep.
-    side_saved = costs.side_saved_bytes if span.stop > span.start or not costs.blocks else 0
-    side_kept = costs.side_input_bytes if some_recomputed else side_saved
+    side_saved = costs.side_saved_bytes if any(block not in recomputed for block in own) or not costs.blocks else 0
+    side_kept = costs.side_input_bytes if any(block in recomputed for block in own) else side_saved
     moments, base = [], side_kept
     for index in range(first, last + 1):
         part = costs.parts[index]
@@ -96,8 +97,8 @@ def stage_cost(
 
 def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost]) -> StepPeak:
     """Walk through a rank's actions; the gradients' sums come into being in each stage's first backward pass."""
-    best, most = StepPeak(), 0
-    held_bytes, present_bytes = 0, 0
+    best, most, most_saved = StepPeak(), 0, 0
+    held_bytes, saved_bytes, present_bytes = 0, 0, 0
     held: dict[int, int] = dict.fromkeys(stages, 0)
     in_flight = dict(held)
     with_gradients: set[int] = set()
@@ -106,8 +107,8 @@ def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost]) -> StepP
         if kind == "F":
             for part in cost.parts:
                 best = _larger(best, held_bytes, part.forward_peak_bytes, present_bytes)
-            held_bytes, held[stage] = held_bytes + cost.kept_bytes, held[stage] + 1
-            most, in_flight[stage] = max(most, held_bytes), max(in_flight[stage], held[stage])
+            held_bytes, saved_bytes, held[stage] = held_bytes + cost.kept_bytes, saved_bytes + cost.saved_bytes, held[stage] + 1
+            most, most_saved, in_flight[stage] = max(most, held_bytes), max(most_saved, saved_bytes), max(in_flight[stage], held[stage])
             continue
         others = held_bytes - cost.kept_bytes
         for part in reversed(cost.parts):
@@ -116,8 +117,8 @@ def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost]) -> StepP
             best = _larger(best, others, part.backward_peak_bytes, present_bytes)
         if kind != "I":  # the split backward pass keeps all until the weights' half is over
             with_gradients.add(stage)
-            held_bytes, held[stage] = others, held[stage] - 1
-    return StepPeak(best.activation_bytes, best.workspace_bytes, best.gradient_bytes, most, tuple(in_flight.items()))
+            held_bytes, saved_bytes, held[stage] = others, saved_bytes - cost.saved_bytes, held[stage] - 1
+    return replace(best, most_kept_bytes=most, most_saved_bytes=most_saved, in_flight=tuple(in_flight.items()))
 
 
 def _larger(best: StepPeak, others: int, own: int, gradients: int) -> StepPeak:

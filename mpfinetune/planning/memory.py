@@ -68,10 +68,8 @@ def predict_memory(
     per_host = world.processes_per_host or plan.world_size
     on_cpu = plan.device_type == "cpu"
     needs = [_host(config, facts, plan, rank) for rank in plan.ranks]
-    of_rank = [
-        pinned + pageable + (sum(c.peak.total_bytes for c in cards if c.rank == rank) if on_cpu else 0)
-        for rank, (pinned, pageable) in enumerate(needs)
-    ]
+    on_cards = [sum(card.peak.total_bytes for card in cards if card.rank == rank) if on_cpu else 0 for rank in range(len(needs))]
+    of_rank = [pinned + pageable + on_card for (pinned, pageable), on_card in zip(needs, on_cards, strict=True)]
     everywhere = sorted((size for size in of_rank for _ in range(plan.replicas)), reverse=True)
     return MemoryPlan(
         cards=cards,
@@ -132,6 +130,7 @@ def _card(
         device=device,
         phases=phases,
         in_flight=step.in_flight,
+        saved_bytes=step.most_saved_bytes,
         context_bytes=CUDA_CONTEXT_BYTES if on_card else 0,
         fragmentation_bytes=round(FRAGMENTATION * moving) if on_card else 0,
         card_bytes=known,
@@ -228,9 +227,9 @@ def _share_of(step: StepPeak, facts: ModelFacts, plan: Plan, device: int) -> Ste
     assert placement is not None
     numel = {name: part.numel for name, part in facts.parameters.items() if part.part == "block"} or {n: p.numel for n, p in facts.parameters.items()}
     here = sum(size for name, size in numel.items() if placement.device_of(name) == device)
-    share, whole = here, max(1, sum(numel.values()))
-    numbers = (step.activation_bytes, step.workspace_bytes, step.gradient_bytes, step.most_kept_bytes)
-    return StepPeak(*(number * share // whole for number in numbers), in_flight=step.in_flight)
+    whole = max(1, sum(numel.values()))
+    numbers = (step.activation_bytes, step.workspace_bytes, step.gradient_bytes, step.most_kept_bytes, step.most_saved_bytes)
+    return StepPeak(*(number * here // whole for number in numbers), in_flight=step.in_flight)
 
 
 def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tuple[int, int]:

@@ -33,6 +33,7 @@ class CardMemory:
     device: int
     phases: tuple[PhaseMemory, ...]
     in_flight: tuple[tuple[int, int], ...] = ()  # (stage, most microbatches whose activations are held at once)
+    saved_bytes: int = 0  # most that autograd keeps at once; activations have besides what leaves a stage and what recompute is given again
     context_bytes: int = 0  # the driver's and the libraries' own
     fragmentation_bytes: int = 0  # allowance for what the allocator cannot reuse
     card_bytes: int | None = None  # the card's memory; None: not known

@@ -18,7 +18,7 @@ from mpfinetune.planning.engines import choose_engine, rank_bytes
 from mpfinetune.planning.memory_plan import MemoryPlan
 from mpfinetune.planning.partition import effective_rule, partition
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
-from mpfinetune.planning.tensor_bytes import learning_names, master_bytes, optimizer_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
         parameters=facts.numel(names),
         weight_bytes=weight_bytes(config, facts, held),
         gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
-        optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning),
+        optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning) + code_table_bytes(config, facts, learning),
         master_bytes=sum(master_bytes(config, facts, name) for name in learning),
     )
 

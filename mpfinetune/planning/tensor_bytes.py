@@ -65,6 +65,13 @@ def optimizer_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:
     return states + master_bytes(config, facts, name)
 
 
+def code_table_bytes(config: RunConfig, facts: ModelFacts, names: Iterable[str]) -> int:
+    """bitsandbytes' two tables of 256 numbers, which all 8-bit states of a process share."""
+    wide = facts.embeddings if config.optimizer.stable_embedding else frozenset()
+    eight_bit = config.optimizer.name in EIGHT_BIT and any(facts.parameters[n].numel >= SMALLEST_EIGHT_BIT and n not in wide for n in names)
+    return 2 * 4 * 256 if eight_bit else 0
+
+
 def eight_bit_state_bytes(count: int, wide: bool) -> int:
     """bitsandbytes' two moments of a parameter: a byte each and an fp32 scale for every 256; small and ``wide`` ones stay in fp32."""
     if wide or count < SMALLEST_EIGHT_BIT:

@@ -158,15 +158,16 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _weight_bytes(strategy: Strategy) -> int:
     """Parameters with what bitsandbytes hangs on them; partitioned ones with this rank's part."""
-    total = 0
+    tensors: list[Any] = []
     for parameter in strategy.named_parameters().values():
-        held = getattr(parameter, "ds_tensor", parameter)
-        tensors = [held, getattr(parameter, "SCB", None)]
-        state: Any = getattr(parameter, "quant_state", None)
+        held, state = getattr(parameter, "ds_tensor", parameter), getattr(parameter, "quant_state", None)
+        tensors += [held, getattr(parameter, "SCB", None)]
         if state is not None:
             tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-    return total
+    for stage in strategy.stages.values():
+        # Where the scales of int8 weights go at the first forward pass.
+        tensors += [getattr(getattr(module, "state", None), "SCB", None) for module in stage.modules()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
 
 
 @dataclass(frozen=True)
