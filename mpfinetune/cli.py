@@ -192,6 +192,7 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     """Check everything; then either go on as one of torchrun's ranks (or as the only process), or start the ranks and wait."""
     from mpfinetune.dist import environment_int, launched_by_torchrun
     from mpfinetune.launcher import end_with_launcher, start_processes
+    from mpfinetune.planning.memory_plan import host_line
     from mpfinetune.strategies.deepspeed_ops import prepare_ops
     from mpfinetune.training.memory import refuse_what_cannot_fit
     from mpfinetune.training.prepare import plan_run, prepare_run
@@ -213,7 +214,8 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     if as_rank or planned.plan.world_size == 1:
         return prepared
     os.environ[_STARTED_HERE] = "1"
-    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist.port, reporter.say))
+    expected = host_line(planned.plan.memory) if planned.plan.memory is not None else ""
+    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist.port, reporter.say, expected))
 
 
 _STARTED_HERE = "MPFINETUNE_STARTED_RANKS"

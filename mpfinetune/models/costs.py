@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,11 +31,6 @@ from mpfinetune.models.trainable import freeze
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-# Bytes grow by the same amount with every row from here on. A single row is apart: a tensor with a dimension of 1 need not be copied
-# to be contiguous.
-_AFFINE_FROM_ROWS = 2
-
 
 @dataclass(frozen=True)
 class PartCost:
@@ -97,7 +92,10 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class CostQuestion:
-    """Of what the costs are asked. ``learning`` are canonical names; ``padded``: some rows are shorter than others, so that masks are made."""
+    """Of what the costs are asked. ``learning`` are canonical names.
+
+    Rows are taken to be of different lengths, so that the model makes masks: a microbatch without padding may need less.
+    """
 
     task: ModelTask
     attention: str
@@ -105,7 +103,6 @@ class CostQuestion:
     learning: frozenset[str]
     quantize: Kind = "none"
     adapter: AdapterConfig | None = None
-    padded: bool = True
     target: Literal["cpu", "cuda"] = "cpu"
     capability: tuple[int, int] | None = None  # of a CUDA card; None: not known, taken as 8.0 or more
 
@@ -132,17 +129,15 @@ class CostMeter:
         self._prepare_model()
 
     def measure(self, rows: int, tokens: int) -> ModelCosts:
-        """The costs of a microbatch of [rows, tokens]; beyond a few rows by the straight line through two measurements.
+        """The costs of a microbatch of [rows, tokens].
+
+        Every size is run: what is kept grows along a straight line with the rows, but peaks do not, since where they are changes.
 
         Raises:
             ModelError: the model asks for values, or an operation has no fake kernel.
         """
         if (rows, tokens) not in self._measured:
-            base = _AFFINE_FROM_ROWS
-            if rows <= base + 1:
-                self._measured[rows, tokens] = self._run(rows, tokens)
-            else:
-                self._measured[rows, tokens] = _extend(self.measure(base, tokens), self.measure(base + 1, tokens), rows)
+            self._measured[rows, tokens] = self._run(rows, tokens)
         return self._measured[rows, tokens]
 
     def _prepare_model(self) -> None:
@@ -190,10 +185,8 @@ class CostMeter:
         question = self._question
         try:
             with self._fake, ExitStack() as stack, _quiet_shape_functions():
-                batch = {"input_ids": torch.ones((rows, tokens), dtype=torch.int64)}
-                if question.padded:
-                    # Its values are not known in a fake run, so the model makes its masks; a batch without padding often needs none.
-                    batch["attention_mask"] = torch.ones((rows, tokens), dtype=torch.int64)
+                # Values are not known in a fake run, so the model makes its masks.
+                batch = {name: torch.ones((rows, tokens), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
                 labels = self._labels(rows, tokens)
                 ledger = Ledger((*self._model.parameters(), *self._model.buffers(), *batch.values(), labels))
                 observer = Observer(self._model, self._facts, ledger, [index == like for index, like in enumerate(self._like)])
@@ -277,22 +270,6 @@ def _quiet_shape_functions() -> Iterator[None]:
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _extend(lower: ModelCosts, upper: ModelCosts, rows: int) -> ModelCosts:
-    """The straight line through two measurements, number by number."""
-    steps = rows - lower.rows
-
-    def line(first: int, second: int) -> int:
-        return first + (second - first) * steps // (upper.rows - lower.rows)
-
-    numbers = [name for name, kind in PartCost.__annotations__.items() if kind == "int"]
-    parts = tuple(
-        replace(first, **{name: line(getattr(first, name), getattr(second, name)) for name in numbers})
-        for first, second in zip(lower.parts, upper.parts, strict=True)
-    )
-    side = line(lower.side_input_bytes, upper.side_input_bytes), line(lower.side_saved_bytes, upper.side_saved_bytes)
-    return ModelCosts(rows, lower.tokens, parts, *side)
 
 
 def _representatives(config: PretrainedConfig, facts: ModelFacts, question: CostQuestion, model: nn.Module) -> list[int]:

@@ -27,7 +27,7 @@ class StageCost:
 
     parts: tuple[PartMoment, ...]
     kept_bytes: int
-    saved_bytes: int  # of these, what autograd keeps; the rest is the stage's output and what recompute holds besides
+    saved_bytes: int  # what autograd keeps: without the stage's output and what recompute holds besides, but with a received input
 
     @property
     def evaluation_peak_bytes(self) -> int:
@@ -66,7 +66,7 @@ def stage_cost(
     # A recomputed block is given its side inputs again, so they are held; else only what its operations keep.
     side_saved = costs.side_saved_bytes if any(block not in recomputed for block in own) or not costs.blocks else 0
     side_kept = costs.side_input_bytes if any(block in recomputed for block in own) else side_saved
-    moments, base = [], side_kept
+    moments, base, received_bytes = [], side_kept, 0
     for index in range(first, last + 1):
         part = costs.parts[index]
         entering = costs.parts[index - 1].boundary_bytes if index else 0
@@ -74,6 +74,7 @@ def stage_cost(
         again = 0 < index < len(costs.parts) - 1 and index - 1 in recomputed
         keeps_input = entering if again and not offloaded else 0 if again else part.input_bytes
         input_bytes = 0 if received else keeps_input
+        received_bytes += keeps_input if received else 0
         alive = 0 if received else entering
         forward = part.evaluation_peak_bytes if again else part.forward_peak_bytes
         backward = part.backward_peak_bytes
@@ -91,12 +92,17 @@ def stage_cost(
         )
         base += moments[-1].kept_bytes
     leaving = 0 if span.has_epilogue else costs.parts[last].boundary_bytes
-    saved = base - side_kept + side_saved
+    saved = base - side_kept + side_saved + received_bytes
     return StageCost(tuple(moments), base + leaving, saved)
 
 
-def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost]) -> StepPeak:
-    """Walk through a rank's actions; the gradients' sums come into being in each stage's first backward pass."""
+def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost], last_stage: int | None = None) -> StepPeak:
+    """Walk through a rank's actions; the gradients' sums come into being in each stage's first backward pass.
+
+    Args:
+        last_stage: of the pipeline. Where its backward pass is split, torch's runtime holds the graph of every microbatch to the end of the
+            step, by the list of losses.
+    """
     best, most, most_saved = StepPeak(), 0, 0
     held_bytes, saved_bytes, present_bytes = 0, 0, 0
     held: dict[int, int] = dict.fromkeys(stages, 0)
@@ -117,6 +123,7 @@ def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost]) -> StepP
             best = _larger(best, others, part.backward_peak_bytes, present_bytes)
         if kind != "I":  # the split backward pass keeps all until the weights' half is over
             with_gradients.add(stage)
+        if kind == "B" or (kind == "W" and stage != last_stage):
             held_bytes, saved_bytes, held[stage] = others, saved_bytes - cost.saved_bytes, held[stage] - 1
     return replace(best, most_kept_bytes=most, most_saved_bytes=most_saved, in_flight=tuple(in_flight.items()))
 

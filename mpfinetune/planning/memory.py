@@ -111,7 +111,7 @@ def _card(
     if costs is not None:
         stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage) for stage in stages}
         if plan.strategy == "pipeline":
-            step, buffers = step_peak(orders[rank], stage_costs), _buffers(config, plan, costs, stages)
+            step, buffers = step_peak(orders[rank], stage_costs, plan.num_stages - 1), _buffers(config, plan, costs, stages)
         else:
             order = whole_model_order(plan.microbatches, at_once=plan.num_stages > 1)
             step = step_peak([(stages[0], kind, index) for _, kind, index in order], stage_costs)
