@@ -118,9 +118,9 @@ def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost], last_sta
             continue
         others = held_bytes - cost.kept_bytes
         for part in reversed(cost.parts):
+            best = _larger(best, others, part.backward_peak_bytes, present_bytes)
             if stage not in with_gradients and kind != "I":
                 present_bytes += part.gradient_bytes
-            best = _larger(best, others, part.backward_peak_bytes, present_bytes)
         if kind != "I":  # the split backward pass keeps all until the weights' half is over
             with_gradients.add(stage)
         if kind == "B" or (kind == "W" and stage != last_stage):
