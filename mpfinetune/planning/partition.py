@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpfinetune.config import PartitionConfig
 from mpfinetune.errors import ConfigError, did_you_mean
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageSpan
-from mpfinetune.planning.split import best_split
+from mpfinetune.planning.predict import Layout, Stopwatch
+from mpfinetune.planning.split import best_split, fastest_split
 
 PROLOGUE, EPILOGUE = "embed", "head"
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
-def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
-    """Cut the model into ``num_stages`` spans by the rule of ``wish``.
+@dataclass(frozen=True)
+class SplitJudge:
+    """What the rules that look at time and memory ask; found only if one does."""
+
+    stopwatch: Callable[[], Stopwatch]
+    layout: Layout
+
+
+def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None = None) -> tuple[StageSpan, ...]:
+    """Cut the model into ``num_stages`` spans by the rule of ``wish``; ``judge`` is for the rules time and memory.
 
     Raises:
         ConfigError: the model cannot be cut, there are more stages than blocks, or a map is wrong; every problem of a map is listed.
@@ -32,7 +42,7 @@ def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tupl
     rule = effective_rule(wish)
     if rule != "manual" and num_stages > facts.num_blocks:
         raise ConfigError(f"partition.num_stages: {num_stages} stages, but the model has {facts.num_blocks} blocks; at most one stage per block")
-    return RULES[rule](wish, facts, num_stages)
+    return RULES[rule](wish, facts, num_stages, judge)
 
 
 def effective_rule(wish: PartitionConfig) -> str:
@@ -47,13 +57,13 @@ def spans_from_sizes(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
     return tuple(StageSpan(starts[i], starts[i + 1], i == 0, i == last) for i in range(len(sizes)))
 
 
-def uniform(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+def uniform(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
     """Equal numbers of blocks; the remainder goes to the first stages, since the head weighs on the last."""
     share, remainder = divmod(facts.num_blocks, num_stages)
     return spans_from_sizes([share + (stage < remainder) for stage in range(num_stages)])
 
 
-def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
     """The split whose largest stage has the fewest parameters; embedding and head are counted, every stage has a block."""
     costs = [facts.numel(facts.names_of("block", index)) for index in range(facts.num_blocks)]
     # A tied head is a second copy on the last stage, so it weighs there too.
@@ -64,7 +74,27 @@ def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> 
     return spans_from_sizes(sizes)
 
 
-def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+def by_time(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
+    """The split whose simulated step is the fastest.
+
+    With several stages on a rank the stages are made equally long instead: what a rank does between them cannot be told from one stage.
+    """
+    assert judge is not None
+    stopwatch, count = judge.stopwatch(), facts.num_blocks
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        return stopwatch.stage_seconds(stage, StageSpan(start, stop, stage == 0, stage == num_stages - 1))
+
+    if judge.layout.stages_per_rank > 1:
+        sizes = best_split(count, num_stages, seconds)
+    else:
+        found = fastest_split(count, num_stages, seconds, judge.layout.microbatches, lambda sizes: stopwatch.step_seconds(spans_from_sizes(sizes)))
+        sizes = None if found is None else found[0]
+    assert sizes is not None
+    return spans_from_sizes(sizes)
+
+
+def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
     """What ``partition.stages`` or ``partition.device_map`` says, checked."""
     problems: list[str] = []
     if wish.stages:
@@ -86,10 +116,11 @@ def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[S
     return tuple(spans)
 
 
-RULES: dict[str, Callable[[PartitionConfig, ModelFacts, int], tuple[StageSpan, ...]]] = {
+RULES: dict[str, Callable[[PartitionConfig, ModelFacts, int, SplitJudge | None], tuple[StageSpan, ...]]] = {
     "manual": manual,
     "uniform": uniform,
     "parameters": by_parameters,
+    "time": by_time,
 }
 
 # --- reading a map ----------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpfinetune.config import LOOPED_SCHEDULES, RunConfig
@@ -15,7 +15,9 @@ from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import choose_engine, rank_bytes
-from mpfinetune.planning.partition import effective_rule, partition
+from mpfinetune.planning.hardware import PlanCard
+from mpfinetune.planning.partition import SplitJudge, effective_rule, partition
+from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
 from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, weight_bytes
 
@@ -29,6 +31,7 @@ class World:
     world_size: int | None = None
     processes_per_host: int | None = None  # None: as world_size
     device_bytes: int | None = None  # memory of the smallest visible card; None: not known
+    cards: tuple[PlanCard, ...] = ()  # those that the plan is made for; empty: nothing is known of them
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Plan:
     offload_parameters: str = "none"
     notes: tuple[str, ...] = ()  # what the plan found and did about it
     placement: Placement | None = None  # the modules' devices, for a map of strategy local
+    prediction: StepPrediction | None = None  # None: nobody asked for it
 
     @property
     def world_size(self) -> int:
@@ -109,8 +113,11 @@ class Plan:
         return json.dumps(content, indent=2, default=sorted) + "\n"  # sets of names as lists
 
 
-def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
+def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Knowledge | None = None) -> Plan:
     """Decide strategy, stages, replicas and microbatches.
+
+    Args:
+        knowledge: for a split by time; not asked otherwise.
 
     Raises:
         ConfigError: stages, map, schedule and batch do not fit the model or each other.
@@ -128,10 +135,14 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         )
     pipeline_ranks = num_stages // stages_per_rank
     is_cut = strategy == "pipeline" or num_stages > 1
-    spans = partition(config.partition, facts, num_stages) if is_cut else (StageSpan(0, facts.num_blocks, True, True),)
     placement = _placement(config, strategy, facts, world)
     replicas = _replicas(config, strategy, pipeline_ranks, world)
     microbatches = _microbatches(config, strategy, pipeline_ranks, replicas)
+    if not is_cut:
+        spans: tuple[StageSpan, ...] = (StageSpan(0, facts.num_blocks, True, True),)
+    else:
+        layout = layout_of(config, facts, strategy, num_stages, stages_per_rank, microbatches)
+        spans = partition(config.partition, facts, num_stages, knowledge and _judge(knowledge, config, layout))
     return Plan(
         strategy=strategy,
         schedule=config.schedule if strategy == "pipeline" else "none",
@@ -156,6 +167,30 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         notes=engine.notes,
         placement=placement,
     )
+
+
+def layout_of(config: RunConfig, facts: ModelFacts, strategy: str, num_stages: int, stages_per_rank: int, microbatches: int) -> Layout:
+    """The schedule that a plan's step follows. One process with several stages is a GPipe over its devices."""
+    recomputed = recomputed_blocks(config.recompute, facts.num_blocks)
+    if strategy == "pipeline":
+        return Layout(config.schedule, num_stages // stages_per_rank, stages_per_rank, microbatches, recomputed)
+    return Layout("gpipe" if num_stages > 1 else "1f1b", num_stages, 1, microbatches, recomputed)
+
+
+def with_prediction(plan: Plan, config: RunConfig, facts: ModelFacts, knowledge: Knowledge) -> Plan:
+    """The plan with its predicted step."""
+    layout = layout_of(config, facts, plan.strategy, plan.num_stages, plan.stages_per_rank, plan.microbatches)
+    stopwatch = _stopwatch(knowledge, plan.micro_size, layout)
+    return replace(plan, prediction=stopwatch.predict(plan, knowledge.tokens_per_row))
+
+
+def _stopwatch(knowledge: Knowledge, micro_size: int, layout: Layout) -> Stopwatch:
+    orders = knowledge.orders(layout.schedule, layout.ranks, layout.stages_per_rank, layout.microbatches)
+    return Stopwatch(layout, knowledge.times_of(micro_size, layout.ranks), orders)
+
+
+def _judge(knowledge: Knowledge, config: RunConfig, layout: Layout) -> SplitJudge:
+    return SplitJudge(lambda: _stopwatch(knowledge, config.batch.micro_size, layout), layout)
 
 
 def launch_command(world_size: int, config_path: str = "CONFIG") -> str:
