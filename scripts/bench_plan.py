@@ -14,7 +14,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +29,7 @@ from mpfinetune.dist import make_context
 from mpfinetune.models.facts import inspect_model
 from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan, World, describe_span, make_plan, with_prediction
-from mpfinetune.planning.predict import Knowledge
 from mpfinetune.strategies.build import build_strategy
-from mpfinetune.strategies.orders import schedule_orders
 from mpfinetune.strategies.update import PlainUpdate
 from mpfinetune.training.calibrate import calibrate
 from mpfinetune.training.forecast import Forecast
@@ -117,7 +115,7 @@ class Rank:
         """Calibrate, plan with what was measured, build."""
         config = run_config(tokens, changes)
         context = make_context(self.rank, 2, torch.device("cpu"), 2, timedelta(seconds=300))
-        forecast = Forecast(config, self.hf_config, self.facts, "cpu", (), 1)
+        forecast = Forecast(config, self.hf_config, self.facts, World("cpu", 2, 2), 1)
         is_slow = sleep_seconds > 0 and self.rank == 1
 
         def slow(stage: StageModule) -> None:
@@ -127,7 +125,7 @@ class Rank:
         started = time.perf_counter()
         times = calibrate(forecast, context, slow)
         took = time.perf_counter() - started
-        knowledge = Knowledge(lambda rows, ranks: times, schedule_orders, tokens)
+        knowledge = replace(forecast.knowledge(), times_of=lambda rows, ranks: times)
         plan = with_prediction(make_plan(config, self.facts, World("cpu", 2, 2), knowledge), config, self.facts, knowledge)
         assert plan.prediction is not None
         self.updates[name] = self._update(config, plan, context, tokens, slow)

@@ -8,8 +8,9 @@ needs follows from its ``PartCost``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -188,7 +189,7 @@ class CostMeter:
     def _run(self, rows: int, tokens: int) -> ModelCosts:
         question = self._question
         try:
-            with self._fake, ExitStack() as stack:
+            with self._fake, ExitStack() as stack, _quiet_shape_functions():
                 batch = {"input_ids": torch.ones((rows, tokens), dtype=torch.int64)}
                 if question.padded:
                     # Its values are not known in a fake run, so the model makes its masks; a batch without padding often needs none.
@@ -212,7 +213,7 @@ class CostMeter:
         """One training pass and one evaluation pass; both begin in the prologue and end with the loss."""
         self._model.train()
         observer.begin("forward")
-        with saved_tensors_hooks(observer.note_saved, lambda tensor: tensor):
+        with saved_tensors_hooks(observer.note_saved, lambda kept: kept.tensor):
             loss = self._loss(observer, batch, labels)
         if loss.requires_grad:
             observer.begin_backward()
@@ -260,6 +261,18 @@ class CostMeter:
             else:
                 sums[0] += size
         return sums
+
+
+@contextmanager
+def _quiet_shape_functions() -> Iterator[None]:
+    """torch logs a page for a shape function that fails; its error says enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from mpfinetune.models.facts import ModelFacts
@@ -58,7 +58,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _grouped_product(args, kwargs) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for tensor in outputs:
             self._follow(tensor)
@@ -99,6 +99,25 @@ class Ledger(TorchDispatchMode):
         return self._is_view[func]
 
 
+def _grouped_product(args: Any, kwargs: Any) -> Tensor:
+    """Experts' products in any type: the shape function of torch 2.13 knows bf16 only, its kernels know more."""
+    kind = args[0].dtype
+    args, kwargs = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, (args, kwargs))
+    product: Tensor = torch.ops.aten._grouped_mm.default(*args, **kwargs).to(kind)
+    return product
+
+
+class Kept:
+    """A tensor that autograd keeps, until it lets go of it."""
+
+    def __init__(self, observer: Observer, tensor: Tensor) -> None:
+        self.observer, self.tensor = observer, tensor
+        observer.keep(tensor)
+
+    def __del__(self) -> None:
+        self.observer.let_go(self.tensor)
+
+
 class Observer:
     """Hooks that tell the ledger which part runs, and sort what autograd keeps into own, input and side inputs."""
 
@@ -108,14 +127,15 @@ class Observer:
         self._last = len(is_measured) + 1
         self._phase: Phase = "forward"
         self._start_live: dict[tuple[Phase, int], int] = {}
-        self._saved: dict[int, int] = {}  # storage -> bytes, of what autograd keeps
+        self._uses: dict[int, int] = {}  # storage -> how often autograd keeps it
+        self._saved: dict[int, tuple[int, dict[int, int], int]] = {}  # storage -> bytes, and the sum and part that they are counted in
         self._saved_after: dict[int, int] = {}  # part -> all that is kept when its forward pass ends
         self._own: dict[int, int] = dict.fromkeys(range(self._last + 1), 0)
         self._input: dict[int, int] = dict.fromkeys(range(self._last + 1), 0)
         self._output: dict[int, int] = dict.fromkeys(range(self._last + 1), 0)
         self._hidden: int | None = None  # storage of the hidden states that entered the present part
         self._side: dict[int, int] = {}
-        self._side_saved = 0
+        self._side_saved: dict[int, int] = {}
         self._handles: list[Any] = []
         for index, measured in enumerate(is_measured):
             block = model.get_submodule(facts.block_name(index))
@@ -135,30 +155,41 @@ class Observer:
         self._start(0 if self._last > 1 else self._last)
 
     def begin_backward(self) -> None:
-        self._saved_after[self._ledger.part] = sum(self._saved.values())
+        self._note_saved_so_far()
         self._phase = "backward"
         self._ledger.enter("backward", self._last)
 
-    def note_saved(self, tensor: Tensor) -> Tensor:
+    def note_saved(self, tensor: Tensor) -> Any:
+        """The packing half of saved-tensor hooks; ``Kept.tensor`` is the other."""
+        return Kept(self, tensor)
+
+    def keep(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
-        if self._ledger.is_outside(tensor) or key in self._saved:
-            return tensor
-        size = tensor.untyped_storage().nbytes()
-        self._saved[key] = size
-        part = self._ledger.part
-        if key == self._hidden:
-            self._input[part] += size
-        elif key in self._side:
-            self._side_saved += size
-        else:
-            self._own[part] += size
-        return tensor
+        if self._ledger.is_outside(tensor):
+            return
+        self._uses[key] = self._uses.get(key, 0) + 1
+        if self._uses[key] > 1:
+            return
+        size, part = tensor.untyped_storage().nbytes(), self._ledger.part
+        place = self._input if key == self._hidden else self._side_saved if key in self._side else self._own
+        self._saved[key] = (size, place, part)
+        place[part] = place.get(part, 0) + size
+
+    def let_go(self, tensor: Tensor) -> None:
+        """Also in the forward pass, where a branch that leads nowhere is cut off (DoRA's norms)."""
+        key = storage_key(tensor)
+        if self._phase != "forward" or self._ledger.is_outside(tensor):
+            return
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            size, place, part = self._saved.pop(key)
+            place[part] -= size
 
     def note_logits(self, logits: Tensor) -> None:
         self._output[self._last] = logits.numel() * logits.element_size()
 
     def side_bytes(self) -> tuple[int, int]:
-        return sum(self._side.values()), self._side_saved
+        return sum(self._side.values()), sum(self._side_saved.values())
 
     def numbers(self, part: int) -> dict[str, int]:
         """What was seen of a part, by the names of ``costs.PartCost``."""
@@ -179,9 +210,12 @@ class Observer:
             "backward_moved_bytes": ledger.moved_bytes[backward],
         }
 
+    def _note_saved_so_far(self) -> None:
+        self._saved_after[self._ledger.part] = sum(size for size, *_ in self._saved.values())
+
     def _start(self, part: int) -> None:
         if self._phase == "forward":
-            self._saved_after[self._ledger.part] = sum(self._saved.values())
+            self._note_saved_so_far()
         self._ledger.enter(self._phase, part)
         self._start_live[self._phase, part] = self._ledger.live_bytes
 
@@ -200,7 +234,8 @@ class Observer:
 
     def _note_side_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not self._ledger.is_outside(leaf) and storage_key(leaf) != self._hidden:
+            # Only in the first pass: later, memory that was given back has the old keys.
+            if self._phase == "forward" and isinstance(leaf, Tensor) and not self._ledger.is_outside(leaf) and storage_key(leaf) != self._hidden:
                 self._side[storage_key(leaf)] = leaf.untyped_storage().nbytes()
 
     def _leave_block(self, part: int, measured: bool) -> Any:

@@ -5,6 +5,7 @@ A new rule is one function and one row in ``RULES``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ class SplitJudge:
 
     stopwatch: Callable[[], Stopwatch]
     layout: Layout
+    needed_bytes: Callable[[int, StageSpan], int]  # of the card that holds this stage
+    budgets: tuple[int, ...] | None  # bytes of each stage's card; None: not known, or a card holds several stages
+    card_names: tuple[str, ...] = ()
+    kinds: tuple[int, ...] = ()  # equal numbers for blocks that cost the same
 
 
 def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None = None) -> tuple[StageSpan, ...]:
@@ -75,23 +80,95 @@ def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int, jud
 
 
 def by_time(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
-    """The split whose simulated step is the fastest.
+    """The split whose simulated step is the fastest of those in which every stage fits its card.
 
     With several stages on a rank the stages are made equally long instead: what a rank does between them cannot be told from one stage.
+
+    Raises:
+        ConfigError: no split fits.
     """
     assert judge is not None
     stopwatch, count = judge.stopwatch(), facts.num_blocks
+    share = _share_of_card(judge, num_stages)
 
     def seconds(stage: int, start: int, stop: int) -> float:
-        return stopwatch.stage_seconds(stage, StageSpan(start, stop, stage == 0, stage == num_stages - 1))
+        if judge.budgets is not None and share(stage, start, stop) > 1:
+            return math.inf
+        return stopwatch.stage_seconds(stage, _span(stage, start, stop, num_stages))
 
     if judge.layout.stages_per_rank > 1:
         sizes = best_split(count, num_stages, seconds)
     else:
         found = fastest_split(count, num_stages, seconds, judge.layout.microbatches, lambda sizes: stopwatch.step_seconds(spans_from_sizes(sizes)))
         sizes = None if found is None else found[0]
-    assert sizes is not None
+    if sizes is None:
+        raise _nothing_fits(judge, facts, num_stages)
     return spans_from_sizes(sizes)
+
+
+def by_memory(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
+    """The split whose fullest card is the least full, in shares of its memory; where no memory is known, the fullest one in bytes.
+
+    Raises:
+        ConfigError: no split fits.
+    """
+    assert judge is not None
+    share = _share_of_card(judge, num_stages)
+    sizes = best_split(facts.num_blocks, num_stages, share)
+    assert sizes is not None
+    spans = spans_from_sizes(sizes)
+    if judge.budgets is not None and any(share(stage, span.start, span.stop) > 1 for stage, span in enumerate(spans)):
+        raise _nothing_fits(judge, facts, num_stages)
+    return spans
+
+
+def _span(stage: int, start: int, stop: int, num_stages: int) -> StageSpan:
+    return StageSpan(start, stop, stage == 0, stage == num_stages - 1)
+
+
+def _share_of_card(judge: SplitJudge, num_stages: int) -> Callable[[int, int, int], float]:
+    """(stage, start, stop) -> needed bytes by the card's bytes, or the bytes where those are not known; one prediction for stages alike."""
+    known: dict[tuple[int, tuple[int, ...]], float] = {}
+
+    def share(stage: int, start: int, stop: int) -> float:
+        key = (stage, judge.kinds[start:stop])
+        if key not in known:
+            budget = judge.budgets[stage] if judge.budgets is not None else 1
+            known[key] = judge.needed_bytes(stage, _span(stage, start, stop, num_stages)) / budget
+        return known[key]
+
+    return share
+
+
+def _nothing_fits(judge: SplitJudge, facts: ModelFacts, num_stages: int) -> ConfigError:
+    """The split that comes closest in bytes, and what its cards lack."""
+    budgets = judge.budgets
+    assert budgets is not None
+    share = _share_of_card(judge, num_stages)
+
+    def lacking(stage: int, start: int, stop: int) -> float:
+        return (share(stage, start, stop) - 1) * budgets[stage]
+
+    sizes = best_split(facts.num_blocks, num_stages, lacking)
+    assert sizes is not None
+    lines = []
+    for stage, span in enumerate(spans_from_sizes(sizes)):
+        short = lacking(stage, span.start, span.stop)
+        if short > 0:
+            blocks = "one block" if span.stop - span.start == 1 else f"{span.stop - span.start} blocks"
+            lines.append(f"{short / 2**30:.2f} GiB on card {stage} ({judge.card_names[stage]}, {budgets[stage] / 2**30:.1f} GiB) with {blocks}")
+    return NothingFits(
+        f"partition.rule: no split over {num_stages} cards fits; the one that comes closest lacks {', '.join(lines)}",
+        sum(max(0, round(lacking(stage, span.start, span.stop))) for stage, span in enumerate(spans_from_sizes(sizes))),
+    )
+
+
+class NothingFits(ConfigError):
+    """No split keeps within the cards' memory; ``missing_bytes`` are those of all cards in the split that comes closest."""
+
+    def __init__(self, problem: str, missing_bytes: int) -> None:
+        super().__init__(problem)
+        self.missing_bytes = missing_bytes
 
 
 def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
@@ -120,6 +197,7 @@ RULES: dict[str, Callable[[PartitionConfig, ModelFacts, int, SplitJudge | None],
     "manual": manual,
     "uniform": uniform,
     "parameters": by_parameters,
+    "memory": by_memory,
     "time": by_time,
 }
 

@@ -40,6 +40,10 @@ class Knowledge:
 
     times_of: TimesOf
     orders: Orders
+    # (plan, rank, device of the rank) -> bytes that the card must have; only that rank's row of the plan need be right.
+    needed_bytes: Callable[[Plan, int, int], int]
+    # a number for each block, equal for those that are built alike and cost the same
+    block_kinds: Callable[[], Sequence[int]]
     tokens_per_row: int
 
 

@@ -21,6 +21,7 @@ class Optimizer(Protocol):
 
     def step(self, lr: float, gradient_factor: float) -> None: ...
     def zero_grad(self) -> None: ...
+    def held_bytes(self) -> int: ...
     def weight_tensors(self) -> dict[str, Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
@@ -29,8 +30,11 @@ class Optimizer(Protocol):
 class Update(Protocol):
     """What a strategy calls after the backward passes; DeepSpeed's engines have one of their own."""
 
+    gradient_bytes: int  # of this rank's gradients at the last update
+
     @property
     def loss_scale(self) -> float: ...
+    def optimizer_bytes(self) -> tuple[int, int]: ...  # states and fp32 masters on the device, and what is offloaded from it
     def apply(self, lr: float) -> tuple[float, bool]: ...
     def weight_tensors(self) -> dict[str, Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
@@ -81,10 +85,14 @@ class PlainUpdate:
         self.scale = scale or LossScale()
         self.not_finite: list[str] = []  # this rank's parameters whose gradients spoilt the last update
         self._gradients_are_checked = False
+        self.gradient_bytes = 0
 
     @property
     def loss_scale(self) -> float:
         return self.scale.value
+
+    def optimizer_bytes(self) -> tuple[int, int]:
+        return self.optimizer.held_bytes(), 0
 
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.
@@ -98,6 +106,8 @@ class PlainUpdate:
         if not self._gradients_are_checked:
             self._check_every_parameter_has_a_gradient()
             self._gradients_are_checked = True
+        gradients = [p.grad for p in self.strategy.named_parameters().values() if p.grad is not None]
+        self.gradient_bytes = sum(gradient.nbytes for gradient in gradients)
         self._reduce_gradients()
         context = self.strategy.context
         squares = context.sum_over_world(self._own_gradient_squares() / context.replicas)

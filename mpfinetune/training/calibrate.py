@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpfinetune.dist import DistContext
+from mpfinetune.config import RunConfig
+from mpfinetune.dist import DistContext, environment_int, init_distributed, launched_by_torchrun
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.stage import StageModule, StageSpan
@@ -23,9 +24,10 @@ from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes
 from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes
 from mpfinetune.strategies.base import LossSum
 from mpfinetune.strategies.build import build_stage
-from mpfinetune.training.forecast import Forecast
+from mpfinetune.training.forecast import Forecast, write_calibration
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.optim import NamedOptimizer
+from mpfinetune.training.prepare import plan_run
 
 _WARM_UPS, _FEWEST_REPEATS, _MOST_REPEATS, _SECONDS_A_PROBE = 2, 3, 15, 1.0
 _BLOCKS = 3  # in the longer of the two stages whose difference is a block
@@ -41,6 +43,22 @@ def calibrate(forecast: Forecast, context: DistContext, on_stage: Callable[[Stag
     own = probe.rank_times()
     gathered = context.gather_objects(own)
     return [gathered[context.global_rank(rank, 0)] for rank in range(context.pipeline_ranks)]
+
+
+def calibrate_run(config: RunConfig) -> None:
+    """Measure as one of the run's processes and write the times into the run's folder; collective over the processes that were started.
+
+    Raises:
+        UserError: whatever is wrong with config, model, map or processes.
+    """
+    planned = plan_run(config, environment_int("WORLD_SIZE") if launched_by_torchrun() else None)
+    context = init_distributed(config, planned.plan.pipeline_ranks)
+    times = calibrate(planned.forecast, context)
+    if context.rank == 0:
+        write_calibration(config, planned.forecast.calibration_key(context.pipeline_ranks), times)
+    context.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Probe:

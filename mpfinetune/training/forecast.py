@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpfinetune.config import RunConfig
-from mpfinetune.models.architecture import TORCH_DTYPES
-from mpfinetune.models.costs import CostMeter, CostQuestion
+from mpfinetune.errors import ModelError
+from mpfinetune.models.costs import CostMeter
 from mpfinetune.models.facts import ModelFacts
-from mpfinetune.planning.hardware import PlanCard
+from mpfinetune.planning.memory import card_memory
+from mpfinetune.planning.plan import Plan, World, with_prediction
 from mpfinetune.planning.predict import Knowledge
+from mpfinetune.planning.schedule import Action
 from mpfinetune.planning.tensor_bytes import learning_names
 from mpfinetune.planning.timing import RankTimes, relative_times, roofline
 from mpfinetune.strategies.orders import schedule_orders
-from mpfinetune.training.loss import loss_sum_for
+from mpfinetune.training.memory import cost_meter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CALIBRATION_FILE = "calibration.json"
+cached_orders = cache(schedule_orders)  # a split asks for the same one many times
 
 
 class Forecast:
@@ -34,15 +37,11 @@ class Forecast:
 
     Args:
         hf_config: of the model, as it can be run with fake tensors.
-        device_type: where the run is meant to be: ``cuda`` or ``cpu``.
-        cards: that the run is planned for, in the order of its ranks; empty where nothing is known of them.
+        world: with the cards that the run is planned for, in the order of its ranks; none where nothing is known of them.
     """
 
-    def __init__(
-        self, config: RunConfig, hf_config: PretrainedConfig, facts: ModelFacts, device_type: str, cards: Sequence[PlanCard], num_labels: int
-    ) -> None:
-        self.config, self.hf_config, self.facts = config, hf_config, facts
-        self.device_type, self.cards, self.num_labels = device_type, tuple(cards), num_labels
+    def __init__(self, config: RunConfig, hf_config: PretrainedConfig, facts: ModelFacts, world: World, num_labels: int) -> None:
+        self.config, self.hf_config, self.facts, self.world, self.num_labels = config, hf_config, facts, world, num_labels
 
     @cached_property
     def meter(self) -> CostMeter:
@@ -51,22 +50,39 @@ class Forecast:
         Raises:
             ModelError: the model cannot be run with fake tensors as it is asked for.
         """
-        config = self.config
-        specs = [card.spec for card in self.cards if card.spec is not None]
-        question = CostQuestion(
-            task=config.model.task,
-            attention=config.model.attention,
-            dtype=TORCH_DTYPES[config.precision],
-            learning=learning_names(config, self.facts),
-            quantize=config.quantize,
-            adapter=config.adapter if config.adapter.type != "none" else None,
-            target="cuda" if self.device_type == "cuda" else "cpu",
-            capability=min((spec.capability for spec in specs), default=None),
-        )
-        return CostMeter(self.hf_config, self.facts, question, loss_sum_for(config.model.task, self.num_labels))
+        # The card with the fewest abilities keeps the most.
+        capability = min((card.capability for card in self.world.cards if card.capability is not None), default=None)
+        return cost_meter(self.config, self.hf_config, self.facts, self.num_labels, self.world.device_type, capability)
+
+    def with_prediction(self, plan: Plan) -> Plan:
+        """The plan with its predicted step, if the times are known and the model can be measured."""
+        try:
+            return with_prediction(plan, self.config, self.facts, self.knowledge())
+        except ModelError as error:
+            return replace(plan, notes=(*plan.notes, f"time: {error}; the step is not predicted"))
 
     def knowledge(self) -> Knowledge:
-        return Knowledge(self.times_of, schedule_orders, self.config.data.max_length)
+        return Knowledge(self.times_of, cached_orders, self.needed_bytes, self.block_kinds, self.config.data.max_length)
+
+    def needed_bytes(self, plan: Plan, rank: int, device: int) -> int:
+        """What the card of a rank must have; only this rank's row of the plan need be right."""
+        costs = self.meter.measure(plan.micro_size, self.config.data.max_length)
+        orders: Mapping[int, Sequence[Action]] = {}
+        if plan.strategy == "pipeline":
+            orders = cached_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
+        return card_memory(self.config, self.facts, plan, costs, orders, rank, device, ()).needed_bytes
+
+    def block_kinds(self) -> Sequence[int]:
+        """A number for each block, equal for those that cost the same and hold parameters of the same sizes."""
+        costs = self.meter.measure(self.config.batch.micro_size, self.config.data.max_length)
+        learning = learning_names(self.config, self.facts)
+        numbers: dict[Any, int] = {}
+        found = []
+        for index, part in enumerate(costs.blocks):
+            names = self.facts.names_of("block", index)
+            held = tuple((self.facts.parameters[name].numel, self.facts.canonical_name(name) in learning) for name in names)
+            found.append(numbers.setdefault((replace(part, name=""), held), len(numbers)))
+        return found
 
     def times_of(self, rows: int, ranks: int) -> Sequence[RankTimes]:
         """Measured times if there are any of this very run, else by the cards' figures, else in proportion to the operations."""
@@ -75,10 +91,10 @@ class Forecast:
             return [times.for_rows(rows) for times in measured]
         costs = self.meter.measure(rows, self.config.data.max_length)
         found: list[RankTimes] = []
-        cards_a_rank = max(1, len(self.cards) // ranks)  # replicas of a rank are beside each other
-        for rank in range(ranks if len(self.cards) >= ranks else 0):
-            card = self.cards[rank * cards_a_rank]
-            following = self.cards[(rank + 1) * cards_a_rank] if rank + 1 < ranks else None
+        cards_a_rank = max(1, len(self.world.cards) // ranks)  # replicas of a rank are beside each other
+        for rank in range(ranks if len(self.world.cards) >= ranks else 0):
+            card = self.world.cards[rank * cards_a_rank]
+            following = self.world.cards[(rank + 1) * cards_a_rank] if rank + 1 < ranks else None
             times = roofline(costs, card, following, self.config.precision)
             if times is None:
                 break
@@ -101,8 +117,8 @@ class Forecast:
             "trainable": config.trainable,
             "frozen": config.frozen,
             "optimizer": config.optimizer.name,
-            "device": self.device_type,
-            "cards": [card.name for card in self.cards],
+            "device": self.world.device_type,
+            "cards": [card.name for card in self.world.cards],
             "ranks": ranks,
             "torch": torch.__version__,
         }

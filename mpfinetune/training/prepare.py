@@ -23,6 +23,7 @@ from mpfinetune.planning.hardware import cards_of, present_card
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.training.forecast import Forecast
+from mpfinetune.training.memory import plan_with_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -80,8 +81,12 @@ class PreparedRun:
         return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
-def plan_run(config: RunConfig, world_size: int | None, for_hardware: bool = False) -> PlannedRun:
-    """Facts and plan; ``world_size`` is None before the launch. ``for_hardware``: plan for the cards of ``hardware`` instead of the present ones.
+def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False, for_hardware: bool = False) -> PlannedRun:
+    """Facts and plan; ``world_size`` is None before the launch.
+
+    Args:
+        with_memory: the plan says what every card will hold, and how long a step will take where that is known.
+        for_hardware: plan for the cards of ``hardware``, where the config names some, instead of the present ones.
 
     Raises:
         UserError: whatever is wrong with config, model, map or processes.
@@ -93,14 +98,16 @@ def plan_run(config: RunConfig, world_size: int | None, for_hardware: bool = Fal
     runnable = _runnable(hf_config)
     facts = facts_with_adapters(inspect_model(runnable, config.model.task, config.model.attention), config.adapter)
     world = _world(config, world_size, for_hardware)
-    judged = [Card(card.name, card.spec.capability) for card in world.cards if card.spec is not None] if for_hardware else _present(config)
-    advice = judge_precision(config.precision, judged)
+    advice = judge_precision(config.precision, _judged_cards(config, world, for_hardware))
     num_labels = getattr(hf_config, "num_labels", 1)
-    forecast = Forecast(config, runnable, facts, world.device_type, world.cards, num_labels)
+    forecast = Forecast(config, runnable, facts, world, num_labels)
     plan = make_plan(config, facts, world, forecast.knowledge())
     plan = replace(plan, notes=(*plan.notes, *advice))
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
+    if with_memory:
+        plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter)
+        plan = forecast.with_prediction(plan)
     return PlannedRun(config, hf_config, facts, plan, num_labels, forecast)
 
 
@@ -109,13 +116,15 @@ def _world(config: RunConfig, world_size: int | None, for_hardware: bool) -> Wor
     wanted = cards_of(config)
     if for_hardware and wanted:
         return World("cuda", config.devices or len(wanted), None, None, min(card.memory_bytes for card in wanted), wanted)
-    present = visible_cards(config)
-    cards = wanted or tuple(present_card(name, capability, size) for name, capability, size in present)
+    present = tuple(present_card(name, capability, size) for name, capability, size in visible_cards(config))
     here = processes_per_host() if world_size is not None else None
-    return World(device_type(config), visible_devices(config), world_size, here, min((size for *_, size in present), default=None), cards)
+    smallest = min((card.memory_bytes for card in present), default=None)
+    return World(device_type(config), visible_devices(config), world_size, here, smallest, wanted or present)
 
 
-def _present(config: RunConfig) -> list[Card]:
+def _judged_cards(config: RunConfig, world: World, for_hardware: bool) -> list[Card]:
+    if for_hardware and config.hardware:
+        return [Card(card.name, card.capability) for card in world.cards if card.capability is not None]
     return [Card(name, capability) for name, capability, _ in visible_cards(config)]
 
 
