@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from mpfinetune.config import RunConfig, load_config
-from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, UserError
+from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, UserError
 from mpfinetune.reports.console import Reporter, print_error
 
 app = typer.Typer(
@@ -34,14 +34,27 @@ _SILENT_RANK_SECONDS = 5.0
 
 
 @app.command()
-def plan(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Show what each rank would hold; needs no GPU, reads no weights, starts nothing."""
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure the present devices for a few seconds, keep the times in run_dir/calibration.json and plan with them.")
+    ] = False,
+) -> None:
+    """Show what each rank would hold and how long a step would take; needs no GPU, reads no weights."""
 
     def run(settings: RunConfig, reporter: Reporter) -> None:
+        from mpfinetune.dist import launched_by_torchrun
+        from mpfinetune.training.calibrate import calibrate_run
         from mpfinetune.training.prepare import plan_run
         from mpfinetune.training.run import show_plan
 
-        planned = plan_run(settings, None, with_memory=True)
+        if calibrate:
+            if launched_by_torchrun():
+                calibrate_run(settings)
+                return
+            _calibrate_here(settings, reporter, [str(config), *(overrides or [])])
+        planned = plan_run(settings, None, with_memory=True, for_hardware=True)
         show_plan(planned, reporter)
         run_dir = Path(settings.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -49,6 +62,28 @@ def plan(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
         reporter.say(f"written to {run_dir / 'plan.json'}")
 
     _run(config, overrides, run)
+
+
+def _calibrate_here(settings: RunConfig, reporter: Reporter, arguments: list[str]) -> None:
+    """Measure in as many processes as the run will have.
+
+    Raises:
+        _Launched: the processes failed, and have said why.
+    """
+    from mpfinetune.launcher import start_processes
+    from mpfinetune.training.calibrate import calibrate_run
+    from mpfinetune.training.prepare import plan_run
+
+    if settings.hardware:
+        raise ConfigError("hardware: names the cards of the plan, and --calibrate measures those that are here; leave one of them out")
+    processes = plan_run(settings, None).plan.world_size
+    reporter.say(f"measuring on {processes} process(es) ...")
+    if processes == 1:
+        calibrate_run(settings)
+        return
+    exit_code = start_processes(processes, ["plan", *arguments, "--calibrate"], settings.dist.port, reporter.say)
+    if exit_code != EXIT_DONE:
+        raise _Launched(exit_code)
 
 
 @app.command()

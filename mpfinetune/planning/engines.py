@@ -80,9 +80,7 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int, precision: st
         host, optimizer = host + optimizer + row.gradient_bytes // share[1], 0
     if choice.offload_parameters != "none":
         host, weights = host + weights, 0
-    return replace(
-        row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host, master_bytes=masters // share[1]
-    )
+    return replace(row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host, master_bytes=masters // share[1])
 
 
 def engine_lines(plan: Plan) -> list[str]:

@@ -25,6 +25,7 @@ class PlanCard:
     name: str
     memory_bytes: int
     spec: CardSpec | None
+    capability: tuple[int, int] | None = None  # None: not known
 
     def flops_per_second(self, precision: str) -> float | None:
         """Peak rate of matrix products in ``fp32``, ``bf16`` or ``fp16``; a card without bf16 is refused elsewhere (``capability``)."""
@@ -57,7 +58,7 @@ def present_card(name: str, capability: tuple[int, int], memory_bytes: int) -> P
     key = card_key(name)
     known = [prefix for prefix in CARDS if key.startswith(prefix) and _BOARD.fullmatch(key.removeprefix(prefix))]
     spec = CARDS[max(known, key=len)] if known else None
-    return PlanCard(name, memory_bytes, replace(spec, capability=capability) if spec is not None else None)
+    return PlanCard(name, memory_bytes, spec, capability)
 
 
 def _card(entry: dict[str, Any], path: str, problems: list[str]) -> PlanCard | None:
@@ -73,7 +74,7 @@ def _card(entry: dict[str, Any], path: str, problems: list[str]) -> PlanCard | N
     else:
         problems.append(_unknown(entry, path))
         return None
-    return PlanCard(str(entry["gpu"]), round(spec.memory_gib * GIB), spec)
+    return PlanCard(str(entry["gpu"]), round(spec.memory_gib * GIB), spec, spec.capability)
 
 
 def _unknown(entry: dict[str, Any], path: str) -> str:

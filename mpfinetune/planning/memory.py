@@ -63,7 +63,9 @@ def predict_memory(
         card_bytes: memory of each card, in rank order; empty: not known.
     """
     cards = tuple(
-        _card(config, facts, plan, costs, orders, rank, device, card_bytes) for rank in range(plan.pipeline_ranks) for device in range(_devices(plan))
+        card_memory(config, facts, plan, costs, orders, rank, device, card_bytes)
+        for rank in range(plan.pipeline_ranks)
+        for device in range(_devices(plan))
     )
     per_host = world.processes_per_host or plan.world_size
     on_cpu = plan.device_type == "cpu"
@@ -95,7 +97,7 @@ def _devices(plan: Plan) -> int:
     return plan.num_stages if plan.strategy == "local" else 1
 
 
-def _card(
+def card_memory(
     config: RunConfig,
     facts: ModelFacts,
     plan: Plan,
@@ -105,6 +107,7 @@ def _card(
     device: int,
     card_bytes: Sequence[int],
 ) -> CardMemory:
+    """One card of one rank; of ``plan.ranks`` only that rank's row is read."""
     stages = plan.stages_of(rank) if _devices(plan) == 1 else [device if plan.placement is None else 0]
     static = _static(config, facts, plan, rank, device)
     step, evaluation, buffers = StepPeak(), 0, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import psutil
 import torch
 
 from mpfinetune.config import RunConfig
-from mpfinetune.dist import host_memory_bytes, visible_cards
+from mpfinetune.dist import host_memory_bytes
 from mpfinetune.errors import LaunchError, ModelError
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import CostMeter, CostQuestion
@@ -55,22 +56,18 @@ def cost_meter(
     return CostMeter(hf_config, facts, question, loss_sum_for(config.model.task, num_labels))
 
 
-def plan_with_memory(config: RunConfig, hf_config: PretrainedConfig, facts: ModelFacts, plan: Plan, world: World, num_labels: int) -> Plan:
+def plan_with_memory(config: RunConfig, facts: ModelFacts, plan: Plan, world: World, meter: Callable[[], CostMeter]) -> Plan:
     """The plan with its predicted bytes; where the model cannot be measured, with a note that activations are not known."""
-    cards = visible_cards(config)
     notes = plan.notes
     try:
-        # The card with the fewest abilities keeps the most.
-        capability = min((capability for _, capability, _ in cards), default=None)
-        meter = cost_meter(config, hf_config, facts, num_labels, plan.device_type, capability)
-        costs = meter.measure(plan.micro_size, config.data.max_length)
+        costs = meter().measure(plan.micro_size, config.data.max_length)
     except ModelError as error:
         costs = None
         notes = (*notes, f"memory: {error}; the prediction is without activations and workspace")
     orders = {}
     if plan.strategy == "pipeline":
         orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
-    sizes = [size for *_, size in cards]
+    sizes = [card.memory_bytes for card in world.cards] if plan.device_type == "cuda" else []
     memory = predict_memory(config, facts, plan, world, costs, orders, sizes, host_memory_bytes())
     return replace(plan, memory=memory, notes=(*notes, *_warnings(plan, memory)))
 

@@ -19,8 +19,10 @@ from mpfinetune.models.architecture import load_hf_config, load_tokenizer, resol
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.load import weight_files
 from mpfinetune.planning.capability import Card, judge_precision
+from mpfinetune.planning.hardware import cards_of, present_card
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.memory import plan_with_memory
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class PlannedRun:
     facts: ModelFacts
     plan: Plan
     num_labels: int
+    forecast: Forecast
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,12 @@ class PreparedRun:
         return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
-def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False) -> PlannedRun:
-    """Facts and plan; ``world_size`` is None before the launch. ``with_memory``: the plan says what every card will hold.
+def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False, for_hardware: bool = False) -> PlannedRun:
+    """Facts and plan; ``world_size`` is None before the launch.
+
+    Args:
+        with_memory: the plan says what every card will hold, and how long a step will take where that is known.
+        for_hardware: plan for the cards of ``hardware``, where the config names some, instead of the present ones.
 
     Raises:
         UserError: whatever is wrong with config, model, map or processes.
@@ -88,20 +95,37 @@ def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = Fals
     hf_config = load_hf_config(config.model, wanted_labels)
     if config.model.task == "causal_lm":
         _check_causal(hf_config)
-    facts = facts_with_adapters(inspect_model(_runnable(hf_config), config.model.task, config.model.attention), config.adapter)
-    cards = visible_cards(config)
-    advice = judge_precision(config.precision, [Card(name, capability) for name, capability, _ in cards])
-    here = processes_per_host() if world_size is not None else None
-    smallest = min((size for *_, size in cards), default=None)
-    world = World(device_type(config), visible_devices(config), world_size, here, smallest)
-    plan = make_plan(config, facts, world)
+    runnable = _runnable(hf_config)
+    facts = facts_with_adapters(inspect_model(runnable, config.model.task, config.model.attention), config.adapter)
+    world = _world(config, world_size, for_hardware)
+    advice = judge_precision(config.precision, _judged_cards(config, world, for_hardware))
+    num_labels = getattr(hf_config, "num_labels", 1)
+    forecast = Forecast(config, runnable, facts, world, num_labels)
+    plan = make_plan(config, facts, world, forecast.knowledge())
     plan = replace(plan, notes=(*plan.notes, *advice))
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
-    num_labels = getattr(hf_config, "num_labels", 1)
     if with_memory:
-        plan = plan_with_memory(config, _runnable(hf_config), facts, plan, world, num_labels)
-    return PlannedRun(config, hf_config, facts, plan, num_labels)
+        plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter)
+        plan = forecast.with_prediction(plan)
+    return PlannedRun(config, hf_config, facts, plan, num_labels, forecast)
+
+
+def _world(config: RunConfig, world_size: int | None, for_hardware: bool) -> World:
+    """The devices that are here; the cards of ``hardware`` stand for them where the config names some."""
+    wanted = cards_of(config)
+    if for_hardware and wanted:
+        return World("cuda", config.devices or len(wanted), None, None, min(card.memory_bytes for card in wanted), wanted)
+    present = tuple(present_card(name, capability, size) for name, capability, size in visible_cards(config))
+    here = processes_per_host() if world_size is not None else None
+    smallest = min((card.memory_bytes for card in present), default=None)
+    return World(device_type(config), visible_devices(config), world_size, here, smallest, wanted or present)
+
+
+def _judged_cards(config: RunConfig, world: World, for_hardware: bool) -> list[Card]:
+    if for_hardware and config.hardware:
+        return [Card(card.name, card.capability) for card in world.cards if card.capability is not None]
+    return [Card(name, capability) for name, capability, _ in visible_cards(config)]
 
 
 def _check_causal(hf_config: PretrainedConfig) -> None:
@@ -144,8 +168,7 @@ def prepare_run(planned: PlannedRun, say: Say) -> PreparedRun:
     vocabulary = planned.hf_config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise ConfigError(
-            f"model.tokenizer: the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary has {vocabulary}; "
-            "they do not belong together"
+            f"model.tokenizer: the tokenizer has {len(tokenizer)} tokens, but the model's vocabulary has {vocabulary}; they do not belong together"
         )
     pad_token_id = choose_pad_token(tokenizer, say)
     # A decoder's classification head looks for the last token that is no padding. A causal LM is not told: its embedding would leave

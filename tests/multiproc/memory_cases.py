@@ -21,6 +21,7 @@ from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.build import build_strategy
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.update import LossScale, PlainUpdate
+from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.memory import measure, plan_with_memory
 from mpfinetune.training.optim import NamedOptimizer
@@ -56,7 +57,8 @@ def planned(family: str, changes: dict[str, Any], world_size: int) -> tuple[RunC
     config = config_of(family, changes)
     facts = facts_with_adapters(inspect_model(hf_config_of(family), config.model.task), config.adapter)
     world = World("cpu", max(1, world_size), world_size)
-    return config, facts, plan_with_memory(config, hf_config_of(family), facts, make_plan(config, facts, world), world, 2)
+    forecast = Forecast(config, hf_config_of(family), facts, world, 2)
+    return config, facts, plan_with_memory(config, facts, make_plan(config, facts, world), world, lambda: forecast.meter)
 
 
 def full_batch(family: str) -> GlobalBatch:

@@ -23,6 +23,7 @@ from mpfinetune.strategies.build import build_stage
 from mpfinetune.training import export_adapter as exports
 from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, tensors_of
 from mpfinetune.training.export import export_checkpoint
+from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.prepare import PlannedRun
 from tests.families import tiny_config
 from tests.multiproc.adapter_cases import Case, build, case, facts_of, hf_config_of, make_batches, run_config, task_of, worst
@@ -147,7 +148,8 @@ def planned_run(wanted: Case, base: Path) -> PlannedRun:
     config = run_config(wanted, **LOCAL)
     config.model.path, config.model.init = str(base), "pretrained"
     hf_config, known = hf_config_of(wanted), facts_of(wanted, config)
-    return PlannedRun(config, hf_config, known, make_plan(config, known, World("cpu", 1)), 2)
+    world = World("cpu", 1)
+    return PlannedRun(config, hf_config, known, make_plan(config, known, world), 2, Forecast(config, hf_config, known, world, 2))
 
 
 def train_and_save(wanted: Case, base: Path, updates: int = 3, start: Path | None = None, first: int = 0) -> tuple[Strategy, Path]:
