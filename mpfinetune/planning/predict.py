@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.schedule import Action, stages_of_rank
-from mpfinetune.planning.simulate import Event
+from mpfinetune.planning.simulate import Event, timeline_rows
 from mpfinetune.planning.timing import RankTimes, Source, StageClock, simulate_step
 
 if TYPE_CHECKING:
@@ -121,9 +121,17 @@ def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
 
 
 def prediction_lines(prediction: StepPrediction) -> list[str]:
-    """For people: the step and each rank's idle share."""
+    """For people: the step, each rank's idle share, and the time line."""
     idle = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(prediction.idle_shares))
+    source = "times measured by --calibrate" if prediction.source == "measured" else "the cards' figures, of which a part is reached"
     return [
-        f"step: {prediction.step_seconds:.3g} s predicted ({prediction.source}; full rows) = {prediction.schedule_seconds:.3g} s of forward and "
-        f"backward passes + {max(prediction.update_seconds):.3g} s of update; {prediction.tokens_per_second:,.0f} tokens/s; idle: {idle}"
+        f"predicted step, all rows at full length, from {source}: {_seconds(prediction.step_seconds)} = "
+        f"{_seconds(prediction.schedule_seconds)} forward and backward + {_seconds(max(prediction.update_seconds))} update; "
+        f"{prediction.tokens_per_second:,.0f} tokens/s; idle: {idle}",
+        "time line (0-9: forward of a microbatch, a-z: backward, a is microbatch 0; dots: idle)",
+        *(f"  rank {rank} |{line}|" for rank, line in enumerate(timeline_rows(prediction.events))),
     ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

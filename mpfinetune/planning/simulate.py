@@ -116,12 +116,12 @@ def simulate(orders: Mapping[int, Sequence[Action]], stages: Sequence[StageSecon
     return Timeline(tuple(events), max((event.end for event in events), default=0.0), busy)
 
 
-def timeline_rows(timeline: Timeline, width: int = 96) -> list[str]:
+def timeline_rows(events: Sequence[Event], width: int = 96) -> list[str]:
     """The step as text, one line a rank: a microbatch's number (its last digit) while its forward pass runs, a letter (a is microbatch 0)
     while its backward pass does, a dot where the rank idles."""
-    lines = [["."] * width for _ in timeline.busy_seconds]
-    scale = width / timeline.seconds if timeline.seconds else 0.0
-    for event in timeline.events:
+    lines = [["."] * width for _ in range(1 + max(event.rank for event in events))]
+    scale = width / max(event.end for event in events)
+    for event in events:
         mark = str(event.microbatch % 10) if event.kind == "F" else chr(ord("a") + event.microbatch % 26)
         first = min(width - 1, int(event.start * scale))
         for column in range(first, max(first + 1, min(width, round(event.end * scale)))):

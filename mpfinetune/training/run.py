@@ -17,6 +17,7 @@ from mpfinetune.planning.device_map import parameters_by_device
 from mpfinetune.planning.engines import engine_lines
 from mpfinetune.planning.memory_plan import MEMORY_COLUMNS, host_line, memory_rows, memory_unit
 from mpfinetune.planning.plan import plan_rows
+from mpfinetune.planning.predict import prediction_lines
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.build import build_strategy
@@ -56,6 +57,8 @@ def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
         f"batch: {plan.global_size} rows per update = {plan.microbatches} microbatches x {plan.micro_size} rows x {plan.replicas} replica(s)"
         + (f"; a rank idles {plan.bubble:.0%} of a step if the stages take equally long" if plan.pipeline_ranks > 1 else "")
     )
+    for line in prediction_lines(plan.prediction) if plan.prediction is not None else ():
+        reporter.say(line)
 
 
 def train(run: PreparedRun, reporter: Reporter) -> None:

@@ -24,6 +24,7 @@ from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.planning.schedule import one_f_one_b_order
 from mpfinetune.strategies.orders import schedule_orders
+from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.memory import MeasuredMemory, compare, comparison_rows, plan_with_memory, refuse_what_cannot_fit
 from tests.families import task_of, tiny_config
@@ -250,7 +251,8 @@ def test_a_model_that_cannot_be_measured_is_planned_without_activations(monkeypa
 
     monkeypatch.setattr(CostMeter, "measure", fail)
     config, world = config_of(), World("cpu", 2, 2)
-    plan = plan_with_memory(config, tiny_config("llama"), facts_of("llama"), make_plan(config, facts_of("llama"), world), world, 2)
+    forecast = Forecast(config, tiny_config("llama"), facts_of("llama"), world, 2)
+    plan = plan_with_memory(config, facts_of("llama"), make_plan(config, facts_of("llama"), world), world, lambda: forecast.meter)
     assert plan.notes == (
         "memory: the model (llama) cannot be measured with fake tensors: because; the prediction is without activations and workspace",
     )

@@ -84,4 +84,4 @@ def test_orders_that_wait_for_each_other() -> None:
 
 
 def test_the_time_line_as_text() -> None:
-    assert timeline_rows(step("1f1b", [1.0, 1.0], 2), width=18) == ["0011....aaaa..bbbb", "..00aaaa11bbbb...."]
+    assert timeline_rows(step("1f1b", [1.0, 1.0], 2).events, width=18) == ["0011....aaaa..bbbb", "..00aaaa11bbbb...."]
