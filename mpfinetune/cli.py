@@ -40,6 +40,7 @@ def plan(
     calibrate: Annotated[
         bool, typer.Option(help="Measure the present devices for a few seconds, keep the times in run_dir/calibration.json and plan with them.")
     ] = False,
+    picture: Annotated[Path | None, typer.Option(help="Also draw each card's memory and the schedule into this PNG.")] = None,
 ) -> None:
     """Show what each rank would hold and how long a step would take; needs no GPU, reads no weights."""
 
@@ -48,6 +49,7 @@ def plan(
         from mpfinetune.training.calibrate import calibrate_run
         from mpfinetune.training.prepare import plan_run
         from mpfinetune.training.run import show_plan
+        from mpfinetune.training.show import picture_of
 
         if calibrate:
             if launched_by_torchrun():
@@ -60,6 +62,9 @@ def plan(
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_text(planned.plan.to_json(), encoding="utf-8")
         reporter.say(f"written to {run_dir / 'plan.json'}")
+        if picture is not None:
+            picture_of(planned.plan, picture)
+            reporter.say(f"drawn into {picture}")
 
     _run(config, overrides, run)
 

@@ -146,8 +146,10 @@ class OptimizerConfig:
 
 @dataclass
 class OffloadConfig:
-    optimizer: Literal["none", "cpu", "nvme"] = option(
-        "none", "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam."
+    optimizer: Literal["none", "cpu", "nvme", "auto"] = option(
+        "none",
+        "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam. `auto`: there if they do not "
+        "fit on the cards.",
     )
     parameters: Literal["none", "cpu", "nvme"] = option("none", "Where the weights live between uses. Only with strategy: zero and zero.stage: 3.")
     nvme_path: str | None = option(None, "Folder on a fast local disk, for nvme.")
@@ -210,7 +212,8 @@ class RunConfig:
     strategy: Strategy = option(
         "auto",
         "`pipeline`: blocks over processes; `local`: one process, on one device (the reference) or several; `zero`: DeepSpeed ZeRO, the whole "
-        "model in each process; `auto`: pipeline for more than one stage, else local.",
+        "model in each process; `auto`: the fastest of them that fits where the cards are known, else pipeline for more than one stage and local "
+        "for one.",
     )
     partition: PartitionConfig = section(PartitionConfig, "Which blocks belong to which stage.")
     schedule: Schedule = option("1f1b", "Order of the microbatches' forward and backward passes in the pipeline.")
@@ -225,7 +228,9 @@ class RunConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig, "How the weights move.")
     offload: OffloadConfig = section(OffloadConfig, "What lives outside the card between uses.")
     recompute: Any = option(
-        "none", "Activation checkpointing: none, full, offload (block inputs on the CPU), every_2, or a list of blocks like [0, 2-5]."
+        "none",
+        "Activation checkpointing: none, full, offload (block inputs on the CPU), every_2, or a list of blocks like [0, 2-5]. "
+        "`auto`: the fastest of none, every_2 and full that fits.",
     )
     zero: ZeroConfig = section(ZeroConfig, "For strategy: zero.")
     deepspeed: dict[str, Any] = option({}, "Expert keys of DeepSpeed's own JSON, passed through; refused where they contradict this config.")

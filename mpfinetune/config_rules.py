@@ -28,8 +28,13 @@ _BLOCK_RANGE = re.compile(r"\d+(\s*-\s*\d+)?")
 def is_recompute_policy(policy: Any) -> bool:
     """Whether a value has one of the forms of ``recompute``, whatever the model."""
     if isinstance(policy, str):
-        return policy in ("none", "full", "offload") or _RECOMPUTE_EVERY.fullmatch(policy) is not None
+        return policy in ("none", "full", "offload", "auto") or _RECOMPUTE_EVERY.fullmatch(policy) is not None
     return isinstance(policy, list) and all(not isinstance(item, bool) and _BLOCK_RANGE.fullmatch(str(item)) for item in policy)
+
+
+def _offloads(config: RunConfig) -> bool:
+    """Whether the optimizer is asked to leave the card; what is left to the plan is checked for each choice that it has."""
+    return config.offload.optimizer in ("cpu", "nvme")
 
 
 def _is_glob(key: str) -> bool:
@@ -158,7 +163,11 @@ RULES: tuple[Rule, ...] = (
     Rule("batch.global_size", lambda c: c.batch.global_size >= 1, "at least 1 row"),
     Rule("batch.micro_size", lambda c: c.batch.micro_size >= 1, "at least 1 row"),
     Rule("batch.micro_size", lambda c: c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size, "at most batch.global_size"),
-    Rule("recompute", lambda c: is_recompute_policy(c.recompute), "none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])"),
+    Rule(
+        "recompute",
+        lambda c: is_recompute_policy(c.recompute),
+        "none, full, offload, auto, every_N (like every_2) or a list of blocks (like [0, 2-5])",
+    ),
     Rule(
         "recompute",
         lambda c: not (c.recompute == "offload" and c.schedule in ZERO_BUBBLE_SCHEDULES and c.strategy in ("auto", "pipeline")),
@@ -167,13 +176,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "offload.optimizer",
-        lambda c: c.offload.optimizer == "none" or c.strategy in ("pipeline", "zero"),
-        "none for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
+        lambda c: not _offloads(c) or c.strategy in ("pipeline", "zero"),
+        "none or auto for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
     ),
     Rule(
         "offload.optimizer",
-        lambda c: c.offload.optimizer == "none" or c.optimizer.name == "adamw",
-        "none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs on the host",
+        lambda c: not _offloads(c) or c.optimizer.name == "adamw",
+        "none or auto for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs on the host",
     ),
     Rule(
         "offload.optimizer",
@@ -213,7 +222,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adapter.type",
-        lambda c: c.adapter.type == "none" or (c.strategy != "zero" and c.offload.optimizer == "none"),
+        lambda c: c.adapter.type == "none" or (c.strategy != "zero" and not _offloads(c)),
         "none for strategy: zero and for offload.optimizer: cpu, whose engines would round the fp32 adapters; take strategy: pipeline "
         "without offload (an adapter's optimizer states are small)",
     ),

@@ -109,14 +109,25 @@ def update_bytes(gradients: int, optimizer: int) -> int:
 
 
 def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
-    """Norm, clipping, optimizer, and what replicas and engines exchange for it, on one rank."""
-    row = plan.ranks[rank]
+    """Norm, clipping, optimizer, and all that replicas and engines exchange in a step, on one rank.
+
+    Over replicas a sum crosses a ring's links twice, half of it to every rank its part and half to gather (Patarasu and Yuan,
+    https://doi.org/10.1016/j.jpdc.2008.09.002). ZeRO-2 gives every rank its part after each microbatch; ZeRO-3 gathers the weights for each
+    forward and each backward pass besides (Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 7).
+    """
+    row, link = plan.ranks[rank], times.host_bytes_per_second
     seconds = update_bytes(row.gradient_bytes, row.optimizer_bytes) / times.update_bytes_per_second
     if plan.offload_optimizer != "none":
-        seconds += 2 * row.host_bytes / times.host_bytes_per_second
-    if plan.replicas > 1:
-        # A ring: each gradient crosses a link twice, less a part (Patarasu and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002).
-        seconds += 2 * (plan.replicas - 1) / plan.replicas * row.gradient_bytes / times.host_bytes_per_second
+        seconds += 2 * row.host_bytes / link
+    ring = (plan.replicas - 1) / plan.replicas
+    if plan.zero_stage >= 2:
+        seconds += plan.microbatches * ring * row.gradient_bytes * plan.replicas / link
+    else:
+        seconds += 2 * ring * row.gradient_bytes / link
+    if plan.zero_stage == 3:
+        seconds += 2 * plan.microbatches * ring * row.weight_bytes * plan.replicas / link
+    if plan.offload_parameters != "none":
+        seconds += 2 * plan.microbatches * row.host_bytes / link
     return seconds
 
 

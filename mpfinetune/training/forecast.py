@@ -37,11 +37,21 @@ class Forecast:
 
     Args:
         hf_config: of the model, as it can be run with fake tensors.
+        others: forecasts of the same model, whose measurements are used where they are the same.
         world: with the cards that the run is planned for, in the order of its ranks; none where nothing is known of them.
     """
 
-    def __init__(self, config: RunConfig, hf_config: PretrainedConfig, facts: ModelFacts, world: World, num_labels: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        hf_config: PretrainedConfig,
+        facts: ModelFacts,
+        world: World,
+        num_labels: int,
+        others: Sequence[Forecast] = (),
+    ) -> None:
         self.config, self.hf_config, self.facts, self.world, self.num_labels = config, hf_config, facts, world, num_labels
+        self._others = tuple(others)
 
     @cached_property
     def meter(self) -> CostMeter:
@@ -50,9 +60,18 @@ class Forecast:
         Raises:
             ModelError: the model cannot be run with fake tensors as it is asked for.
         """
+        for other in self._others:
+            if other._is_measured_alike(self):
+                return other.meter
         # The card with the fewest abilities keeps the most.
         capability = min((card.capability for card in self.world.cards if card.capability is not None), default=None)
         return cost_meter(self.config, self.hf_config, self.facts, self.num_labels, self.world.device_type, capability)
+
+    def _is_measured_alike(self, other: Forecast) -> bool:
+        """Whether the two have the same costs: the same weights that learn, held and computed in the same types, on the same cards."""
+        mine, theirs = self.config, other.config
+        names = ("model", "precision", "quantize", "adapter", "trainable", "frozen")
+        return self.world.cards == other.world.cards and all(getattr(mine, name) == getattr(theirs, name) for name in names)
 
     def with_prediction(self, plan: Plan) -> Plan:
         """The plan with its predicted step, if the times are known and the model can be measured."""

@@ -22,6 +22,7 @@ from mpfinetune.planning.capability import Card, judge_precision
 from mpfinetune.planning.hardware import cards_of, present_card
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.training.choose import choose, leaves_open
 from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.memory import plan_with_memory
 
@@ -95,20 +96,37 @@ def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = Fals
     hf_config = load_hf_config(config.model, wanted_labels)
     if config.model.task == "causal_lm":
         _check_causal(hf_config)
+    num_labels = getattr(hf_config, "num_labels", 1)
     runnable = _runnable(hf_config)
-    facts = facts_with_adapters(inspect_model(runnable, config.model.task, config.model.attention), config.adapter)
+    structure = inspect_model(runnable, config.model.task, config.model.attention)
+    forecasts: list[Forecast] = []  # what is measured for one combination serves those that cost the same
+
+    def forecast_of(wanted: RunConfig) -> Forecast:
+        facts = facts_with_adapters(structure, wanted.adapter)
+        forecasts.append(Forecast(wanted, runnable, facts, _world(wanted, world_size, for_hardware), num_labels, forecasts[-1:]))
+        return forecasts[-1]
+
     world = _world(config, world_size, for_hardware)
     advice = judge_precision(config.precision, _judged_cards(config, world, for_hardware))
-    num_labels = getattr(hf_config, "num_labels", 1)
-    forecast = Forecast(config, runnable, facts, world, num_labels)
+    has_cards = bool(world.cards)
+    if leaves_open(config, has_cards):
+        config, plan = choose(config, has_cards, lambda wanted: _planned(forecast_of(wanted), with_memory=True))
+        forecast = forecast_of(config)
+    else:
+        forecast = forecast_of(config)
+        plan = _planned(forecast, with_memory)
+    return PlannedRun(config, hf_config, forecast.facts, replace(plan, notes=(*plan.notes, *advice)), num_labels, forecast)
+
+
+def _planned(forecast: Forecast, with_memory: bool) -> Plan:
+    config, facts, world = forecast.config, forecast.facts, forecast.world
     plan = make_plan(config, facts, world, forecast.knowledge())
-    plan = replace(plan, notes=(*plan.notes, *advice))
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
     if with_memory:
         plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter)
         plan = forecast.with_prediction(plan)
-    return PlannedRun(config, hf_config, facts, plan, num_labels, forecast)
+    return plan
 
 
 def _world(config: RunConfig, world_size: int | None, for_hardware: bool) -> World:

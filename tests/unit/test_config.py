@@ -342,7 +342,7 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GLUE,
         {"recompute": "sometimes"},
-        "recompute: 'sometimes' given, must be none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])",
+        "recompute: 'sometimes' given, must be none, full, offload, auto, every_N (like every_2) or a list of blocks (like [0, 2-5])",
     ),
     (
         GLUE,
@@ -353,13 +353,14 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GLUE,
         {"offload.optimizer": "cpu", "strategy": "local"},
-        "offload.optimizer: 'cpu' given, must be none for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines offload",
+        "offload.optimizer: 'cpu' given, must be none or auto for strategy local and auto; set strategy: pipeline or zero, whose DeepSpeed engines "
+        "offload",
     ),
     (
         GLUE,
         {"offload.optimizer": "cpu", "strategy": "pipeline", "optimizer.name": "sgd"},
-        "offload.optimizer: 'cpu' given, must be none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that runs "
-        "on the host",
+        "offload.optimizer: 'cpu' given, must be none or auto for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one update rule that "
+        "runs on the host",
     ),
     (
         GLUE,
