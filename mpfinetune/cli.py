@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from mpfinetune.config import RunConfig, load_config
-from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, UserError
+from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, UserError
 from mpfinetune.reports.console import Reporter, print_error
 
 app = typer.Typer(
@@ -35,21 +35,61 @@ _SILENT_RANK_SECONDS = 5.0
 
 
 @app.command()
-def plan(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Show what each rank would hold; needs no GPU, reads no weights, starts nothing."""
+def plan(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure the present devices for a few seconds, keep the times in run_dir/calibration.json and plan with them.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help="Also draw each card's memory and the schedule into this PNG.")] = None,
+) -> None:
+    """Show what each rank would hold and how long a step would take; needs no GPU, reads no weights."""
 
     def run(settings: RunConfig, reporter: Reporter) -> None:
+        from mpfinetune.dist import launched_by_torchrun
+        from mpfinetune.training.calibrate import calibrate_run
         from mpfinetune.training.prepare import plan_run
         from mpfinetune.training.run import show_plan
+        from mpfinetune.training.show import picture_of
 
-        planned = plan_run(settings, None)
+        if calibrate:
+            if launched_by_torchrun():
+                calibrate_run(settings)
+                return
+            _calibrate_here(settings, reporter, [str(config), *(overrides or [])])
+        planned = plan_run(settings, None, with_memory=True, for_hardware=True)
         show_plan(planned, reporter)
         run_dir = Path(settings.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "plan.json").write_text(planned.plan.to_json(), encoding="utf-8")
         reporter.say(f"written to {run_dir / 'plan.json'}")
+        if picture is not None:
+            picture_of(planned.plan, picture)
+            reporter.say(f"drawn into {picture}")
 
     _run(config, overrides, run)
+
+
+def _calibrate_here(settings: RunConfig, reporter: Reporter, arguments: list[str]) -> None:
+    """Measure in as many processes as the run will have.
+
+    Raises:
+        _Launched: the processes failed, and have said why.
+    """
+    from mpfinetune.launcher import start_processes
+    from mpfinetune.training.calibrate import calibrate_run
+    from mpfinetune.training.prepare import plan_run
+
+    if settings.hardware:
+        raise ConfigError("hardware: names the cards of the plan, and --calibrate measures those that are here; leave one of them out")
+    processes = plan_run(settings, None).plan.world_size
+    reporter.say(f"measuring on {processes} process(es) ...")
+    if processes == 1:
+        calibrate_run(settings)
+        return
+    exit_code = start_processes(processes, ["plan", *arguments, "--calibrate"], settings.dist.port, reporter.say)
+    if exit_code != EXIT_DONE:
+        raise _Launched(exit_code)
 
 
 @app.command()
@@ -220,17 +260,21 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     """Check everything; then either go on as one of torchrun's ranks (or as the only process), or start the ranks and wait."""
     from mpfinetune.dist import environment_int, launched_by_torchrun
     from mpfinetune.launcher import end_with_launcher, start_processes
+    from mpfinetune.planning.memory_plan import host_line
     from mpfinetune.strategies.deepspeed_ops import prepare_ops
+    from mpfinetune.training.memory import refuse_what_cannot_fit
     from mpfinetune.training.prepare import plan_run, prepare_run
     from mpfinetune.training.run import show_plan
 
     as_rank = launched_by_torchrun()
-    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None)
+    # One process says what is expected, before and after.
+    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None, with_memory=os.environ.get("RANK", "0") == "0")
     started_here = os.environ.get(_STARTED_HERE) == "1"
     if started_here:
         end_with_launcher()
     if not started_here:
         show_plan(planned, reporter)
+        refuse_what_cannot_fit(planned.plan)
     # The starting process has said what there is to say about the data.
     prepared = prepare_run(planned, reporter.say if not started_here else lambda text: None)
     # In every process: the first builds, the others wait for it and find it built.
@@ -238,7 +282,8 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     if as_rank or planned.plan.world_size == 1:
         return prepared
     os.environ[_STARTED_HERE] = "1"
-    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist.port, reporter.say))
+    expected = host_line(planned.plan.memory) if planned.plan.memory is not None else ""
+    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist.port, reporter.say, expected))
 
 
 _STARTED_HERE = "MPFINETUNE_STARTED_RANKS"

@@ -38,7 +38,7 @@ T = TypeVar("T")
 ModelTask = Literal["sequence_classification", "causal_lm"]
 Strategy = Literal["auto", "local", "pipeline", "zero"]
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]
-PartitionRule = Literal["manual", "uniform", "parameters"]
+PartitionRule = Literal["manual", "uniform", "parameters", "memory", "time"]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "sgd", "adamw_8bit", "paged_adamw_8bit"]
 GlueTask = Literal["mrpc", "sst2", "cola", "rte", "stsb"]
@@ -150,8 +150,10 @@ class OptimizerConfig:
 
 @dataclass
 class OffloadConfig:
-    optimizer: Literal["none", "cpu", "nvme"] = option(
-        "none", "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam."
+    optimizer: Literal["none", "cpu", "nvme", "auto"] = option(
+        "none",
+        "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam. `auto`: there if they do not "
+        "fit on the cards.",
     )
     parameters: Literal["none", "cpu", "nvme"] = option("none", "Where the weights live between uses. Only with strategy: zero and zero.stage: 3.")
     nvme_path: str | None = option(None, "Folder on a fast local disk, for nvme.")
@@ -229,7 +231,8 @@ class RunConfig:
     strategy: Strategy = option(
         "auto",
         "`pipeline`: blocks over processes; `local`: one process, on one device (the reference) or several; `zero`: DeepSpeed ZeRO, the whole "
-        "model in each process; `auto`: pipeline for more than one stage, else local.",
+        "model in each process; `auto`: the fastest of them that fits where the cards are known, else pipeline for more than one stage and local "
+        "for one.",
     )
     partition: PartitionConfig = section(PartitionConfig, "Which blocks belong to which stage.")
     schedule: Schedule = option("1f1b", "Order of the microbatches' forward and backward passes in the pipeline.")
@@ -244,7 +247,9 @@ class RunConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig, "How the weights move.")
     offload: OffloadConfig = section(OffloadConfig, "What lives outside the card between uses.")
     recompute: Any = option(
-        "none", "Activation checkpointing: none, full, offload (block inputs on the CPU), every_2, or a list of blocks like [0, 2-5]."
+        "none",
+        "Activation checkpointing: none, full, offload (block inputs on the CPU), every_2, or a list of blocks like [0, 2-5]. "
+        "`auto`: the fastest of none, every_2 and full that fits.",
     )
     zero: ZeroConfig = section(ZeroConfig, "For strategy: zero.")
     deepspeed: dict[str, Any] = option({}, "Expert keys of DeepSpeed's own JSON, passed through; refused where they contradict this config.")
@@ -262,6 +267,12 @@ class RunConfig:
     device: Literal["auto", "cuda", "cpu"] = option("auto", "`auto`: CUDA cards (with NCCL) where there are any, else the CPU (with gloo).")
     fallback: Literal["auto", "never"] = option(
         "auto", "`auto`: a run planned for several cards that finds one goes on there with strategy zero and offload, with the same numbers."
+    )
+    hardware: list[Any] = option(
+        [],
+        "Cards to plan for that need not be here, one entry per rank of the pipeline, like [{gpu: rtx3090}, {gpu: gtx1080ti, memory_gib: 10.5}]. "
+        "An entry may change the table's figures (memory_gib, bandwidth_gb_s, fp32_tflops, fp16_tflops, bf16_tflops, pcie_gb_s, capability), "
+        "or describe a card that the table does not have.",
     )
     devices: int | None = option(None, "Use only the first N visible devices. On the CPU: how many to pretend. Null: all visible ones.")
     run_dir: str = option(MISSING, "Folder of the run: resolved config, plan, metrics, checkpoints, TensorBoard files, exported model. Required.")

@@ -7,6 +7,7 @@ rows are tried and all failures reported; checking changes nothing.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -27,12 +28,37 @@ _BLOCK_RANGE = re.compile(r"\d+(\s*-\s*\d+)?")
 def is_recompute_policy(policy: Any) -> bool:
     """Whether a value has one of the forms of ``recompute``, whatever the model."""
     if isinstance(policy, str):
-        return policy in ("none", "full", "offload") or _RECOMPUTE_EVERY.fullmatch(policy) is not None
+        return policy in ("none", "full", "offload", "auto") or _RECOMPUTE_EVERY.fullmatch(policy) is not None
     return isinstance(policy, list) and all(not isinstance(item, bool) and _BLOCK_RANGE.fullmatch(str(item)) for item in policy)
+
+
+def _offloads(config: RunConfig) -> bool:
+    """Whether the optimizer is asked to leave the card; what is left to the plan is checked for each choice that it has."""
+    return config.offload.optimizer in ("cpu", "nvme")
 
 
 def _is_glob(key: str) -> bool:
     return any(sign in key for sign in "*?[")
+
+
+# Figures of a card in an entry of ``hardware``: positive numbers, but bf16_tflops may be 0 (a card without it).
+CARD_FIGURES = ("memory_gib", "bandwidth_gb_s", "fp32_tflops", "fp16_tflops", "bf16_tflops", "pcie_gb_s")
+_CAPABILITY = re.compile(r"\d+\.\d")
+
+
+def is_hardware(entries: list[Any]) -> bool:
+    """Whether every entry of ``hardware`` names a card and has figures that can be ones; whether the card is known is asked by the plan."""
+    return all(isinstance(entry, dict) and isinstance(entry.get("gpu"), str) and all(map(_is_figure, entry.items())) for entry in entries)
+
+
+def _is_figure(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    if name == "gpu":
+        return True
+    if name == "capability":
+        return _CAPABILITY.fullmatch(str(value)) is not None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return name in CARD_FIGURES and is_number and (value > 0 or (name == "bf16_tflops" and value == 0))
 
 
 @dataclass(frozen=True)
@@ -191,7 +217,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.batch.micro_size == "auto" or c.batch.global_size < 1 or c.batch.micro_size <= c.batch.global_size,
         "at most batch.global_size",
     ),
-    Rule("recompute", lambda c: is_recompute_policy(c.recompute), "none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])"),
+    Rule(
+        "recompute",
+        lambda c: is_recompute_policy(c.recompute),
+        "none, full, offload, auto, every_N (like every_2) or a list of blocks (like [0, 2-5])",
+    ),
     Rule(
         "recompute",
         lambda c: not (c.recompute == "offload" and c.schedule in ZERO_BUBBLE_SCHEDULES and c.strategy in ("auto", "pipeline")),
@@ -201,15 +231,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "offload.optimizer",
-        lambda c: c.offload.optimizer == "none" or c.strategy in ("pipeline", "zero"),
-        "none for strategy local and auto",
+        lambda c: not _offloads(c) or c.strategy in ("pipeline", "zero"),
+        "none or auto for strategy local and auto",
         why="DeepSpeed's engines offload, and neither has one",
         instead="set strategy: pipeline or zero",
     ),
     Rule(
         "offload.optimizer",
-        lambda c: c.offload.optimizer == "none" or c.optimizer.name == "adamw",
-        "none for optimizer.name other than adamw",
+        lambda c: not _offloads(c) or c.optimizer.name == "adamw",
+        "none or auto for optimizer.name other than adamw",
         why="DeepSpeed's CPUAdam is the one update rule that runs on the host",
         instead="set optimizer.name: adamw",
     ),
@@ -264,7 +294,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adapter.type",
-        lambda c: c.adapter.type == "none" or (c.strategy != "zero" and c.offload.optimizer == "none"),
+        lambda c: c.adapter.type == "none" or (c.strategy != "zero" and not _offloads(c)),
         "none for strategy: zero and for offload.optimizer: cpu",
         why="DeepSpeed's engines would round the fp32 adapters",
         instead="take strategy: pipeline without offload (an adapter's optimizer states are small)",
@@ -310,6 +340,12 @@ RULES: tuple[Rule, ...] = (
     Rule("checkpoint.keep", lambda c: c.checkpoint.keep >= 1, "at least 1"),
     Rule("dist.timeout_seconds", lambda c: c.dist.timeout_seconds > 0, "greater than 0"),
     Rule("dist.port", lambda c: c.dist.port is None or 1 <= c.dist.port <= 65535, "1 to 65535, or null for a free one"),
+    Rule(
+        "hardware",
+        lambda c: is_hardware(c.hardware),
+        "a list of entries like {gpu: rtx3090, memory_gib: 23.5}: gpu is the card's name, memory_gib, bandwidth_gb_s, fp32_tflops, fp16_tflops, "
+        "bf16_tflops and pcie_gb_s are positive numbers, capability is like 8.6",
+    ),
     Rule("devices", lambda c: c.devices is None or c.devices >= 1, "at least 1, or null"),
 )
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,6 +138,18 @@ def visible_cards(config: RunConfig) -> list[tuple[str, tuple[int, int], int]]:
         return []
     cards = [torch.cuda.get_device_properties(index) for index in range(visible_devices(config))]
     return [(card.name, (card.major, card.minor), card.total_memory) for card in cards]
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, or of the container if that has less."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        limit = file.read_text().strip() if file.is_file() else ""
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
 
 
 def processes_per_host() -> int | None:

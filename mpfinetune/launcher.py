@@ -23,11 +23,12 @@ _ENDED_BY_SIGNAL = {
 }
 
 
-def start_processes(world_size: int, arguments: list[str], port: int | None, say: Callable[[str], None]) -> int:
+def start_processes(world_size: int, arguments: list[str], port: int | None, say: Callable[[str], None], expected: str = "") -> int:
     """Run ``python -m mpfinetune ARGUMENTS`` in ``world_size`` processes on this host.
 
     Args:
         port: where they meet; None, or one that is in use, means a free one.
+        expected: what the plan expects of the host's memory, said where the kernel may have killed a rank for want of it.
 
     Returns:
         The exit code of the run: 0 done, 2 a mistake of the user's, 1 anything else.
@@ -60,6 +61,8 @@ def start_processes(world_size: int, arguments: list[str], port: int | None, say
                 return first.exitcode
             reason = _ENDED_BY_SIGNAL.get(first.exitcode, f"ended with exit code {first.exitcode}")
             print(f"mpfinetune: rank {rank} was {reason}", file=sys.stderr)
+            if first.exitcode == -signal.SIGKILL and expected:
+                print(f"mpfinetune: the plan expected {expected}; `dmesg | grep -i oom` tells whether the kernel did it", file=sys.stderr)
             return EXIT_FAILURE
         except SignalException as stopped:
             print(f"mpfinetune: stopped by signal {int(stopped.sigval)}", file=sys.stderr)

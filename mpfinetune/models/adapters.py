@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpfinetune.config import AdapterConfig
 from mpfinetune.errors import ConfigError, did_you_mean
@@ -88,14 +89,9 @@ def add_adapters(stage: StageModule, facts: ModelFacts, adapter: AdapterConfig, 
     own = sorted(name for name in facts.adapted if _is_own(stage, facts, name))
     if not own:
         return
-    import peft
-
-    peft.inject_adapter_in_model(_lora_config(facts, adapter, own), stage.model)
+    inject_adapters(stage.model, facts, adapter, own)
     for name in own:
         layer: Any = stage.model.get_submodule(name)
-        for part in layer.adapter_layer_names:
-            for parameter in getattr(layer, part).parameters():
-                parameter.data = parameter.data.float()
         weight = layer.lora_A[ADAPTER_NAME].weight
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, name, "lora_A"))
@@ -103,6 +99,36 @@ def add_adapters(stage: StageModule, facts: ModelFacts, adapter: AdapterConfig, 
             drawn = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=math.sqrt(5))
         with torch.no_grad():
             weight.copy_(drawn)
+
+
+def inject_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterConfig, layers: list[str]) -> None:
+    """Wrap the named layers in peft's, the adapters in fp32."""
+    import peft
+
+    peft.inject_adapter_in_model(_lora_config(facts, adapter, layers), model)
+    for parameter in _adapter_parameters(model, layers).values():
+        parameter.data = parameter.data.float()
+
+
+def inject_fake_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterConfig, layers: list[str], fake: FakeTensorMode) -> None:
+    """The same for a model of fake tensors, which peft's own cast to the base's type cannot handle: made on meta, then fake in fp32."""
+    import peft
+
+    # Outside the mode, where meta is no fake device.
+    peft.inject_adapter_in_model(_lora_config(facts, adapter, layers), model, low_cpu_mem_usage=True)
+    for name, parameter in _adapter_parameters(model, layers).items():
+        owner, _, leaf = name.rpartition(".")
+        with fake:
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32)))
+
+
+def _adapter_parameters(model: nn.Module, layers: list[str]) -> dict[str, nn.Parameter]:
+    found = {}
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        for part in layer.adapter_layer_names:
+            found |= {f"{name}.{part}.{key}": parameter for key, parameter in getattr(layer, part).named_parameters()}
+    return found
 
 
 def _block(facts: ModelFacts, name: str) -> int:

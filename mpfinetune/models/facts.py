@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -109,7 +110,7 @@ class ModelFacts:
         outside = {name for name, facts in self.parameters.items() if facts.part == "epilogue" and name.partition(".")[0] != base}
         return frozenset(outside if self.task == "sequence_classification" else ())
 
-    @property
+    @cached_property  # asked for each parameter, many times while a split is looked for
     def adapter_names(self) -> frozenset[str]:
         """The parameters of the adapters (``adapters.facts_with_adapters`` adds them)."""
         return frozenset(name for name in self.parameters if ".lora_" in name and name.rpartition(".lora_")[0] in self.adapted)

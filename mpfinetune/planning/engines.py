@@ -71,7 +71,8 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int, precision: st
     """A rank's row with what ZeRO splits over the replicas, and with what is offloaded moved to ``host_bytes`` (disk counted as host)."""
     share = {stage: replicas if choice.zero_stage >= stage else 1 for stage in (1, 2, 3)}
     # The engine keeps fp32 masters even of fp32 weights.
-    states = row.optimizer_bytes + (row.gradient_bytes if choice.zero_stage and precision == "fp32" else 0)
+    copies = row.gradient_bytes if choice.zero_stage and precision == "fp32" else 0
+    states, masters = row.optimizer_bytes + copies, row.master_bytes + copies
     weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], states // share[1]
     host = 0
     if choice.offload_optimizer != "none":
@@ -79,7 +80,7 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int, precision: st
         host, optimizer = host + optimizer + row.gradient_bytes // share[1], 0
     if choice.offload_parameters != "none":
         host, weights = host + weights, 0
-    return replace(row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host)
+    return replace(row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host, master_bytes=masters // share[1])
 
 
 def engine_lines(plan: Plan) -> list[str]:

@@ -5,21 +5,37 @@ A new rule is one function and one row in ``RULES``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpfinetune.config import PartitionConfig
 from mpfinetune.errors import ConfigError, did_you_mean
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageSpan
+from mpfinetune.planning.predict import Layout, Stopwatch
+from mpfinetune.planning.split import best_split, fastest_split
 
 PROLOGUE, EPILOGUE = "embed", "head"
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
-def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
-    """Cut the model into ``num_stages`` spans by the rule of ``wish``.
+@dataclass(frozen=True)
+class SplitJudge:
+    """What the rules that look at time and memory ask; found only if one does."""
+
+    stopwatch: Callable[[], Stopwatch]
+    layout: Layout
+    needed_bytes: Callable[[int, StageSpan], int]  # of the card that holds this stage
+    budgets: tuple[int, ...] | None  # bytes of each stage's card; None: not known, or a card holds several stages
+    card_names: tuple[str, ...] = ()
+    kinds: tuple[int, ...] = ()  # equal numbers for blocks that cost the same
+
+
+def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None = None) -> tuple[StageSpan, ...]:
+    """Cut the model into ``num_stages`` spans by the rule of ``wish``; ``judge`` is for the rules time and memory.
 
     Raises:
         ConfigError: the model cannot be cut, there are more stages than blocks, or a map is wrong; every problem of a map is listed.
@@ -31,7 +47,7 @@ def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tupl
     rule = effective_rule(wish)
     if rule != "manual" and num_stages > facts.num_blocks:
         raise ConfigError(f"partition.num_stages: {num_stages} stages, but the model has {facts.num_blocks} blocks; at most one stage per block")
-    return RULES[rule](wish, facts, num_stages)
+    return RULES[rule](wish, facts, num_stages, judge)
 
 
 def effective_rule(wish: PartitionConfig) -> str:
@@ -46,53 +62,116 @@ def spans_from_sizes(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
     return tuple(StageSpan(starts[i], starts[i + 1], i == 0, i == last) for i in range(len(sizes)))
 
 
-def uniform(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+def uniform(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
     """Equal numbers of blocks; the remainder goes to the first stages, since the head weighs on the last."""
     share, remainder = divmod(facts.num_blocks, num_stages)
     return spans_from_sizes([share + (stage < remainder) for stage in range(num_stages)])
 
 
-def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
     """The split whose largest stage has the fewest parameters; embedding and head are counted, every stage has a block."""
     costs = [facts.numel(facts.names_of("block", index)) for index in range(facts.num_blocks)]
     # A tied head is a second copy on the last stage, so it weighs there too.
     costs[0] += sum(facts.parameters[name].numel for name in facts.names_of("prologue"))
     costs[-1] += sum(facts.parameters[name].numel for name in facts.names_of("epilogue"))
-    return spans_from_sizes(smallest_maximum(costs, num_stages))
+    sizes = best_split(len(costs), num_stages, lambda stage, start, stop: sum(costs[start:stop]))
+    assert sizes is not None  # every cut is allowed
+    return spans_from_sizes(sizes)
 
 
-def smallest_maximum(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Cut a sequence into non-empty consecutive parts so that the largest sum of a part is as small as possible.
+def by_time(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
+    """The split whose simulated step is the fastest of those in which every stage fits its card.
 
-    Exact, by dynamic programming over (parts, items) in O(parts * items^2). Among equally good splits the first parts are the largest.
-    (fairscale's ``blockpartition.solve`` is a bound, not an optimum: it cuts [3, 1, 1, 5] into [3, 1] and [1, 5], where [3, 1, 1] and [5] is best.)
+    With several stages on a rank the stages are made equally long instead: what a rank does between them cannot be told from one stage.
 
-    Returns:
-        The number of items of each part.
+    Raises:
+        ConfigError: no split fits.
     """
-    count = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(num_parts + 1)]
-    cut = [[0] * (count + 1) for _ in range(num_parts + 1)]
-    best[0][count] = 0.0
-    # best[p][i]: smallest maximum for items i.. in p parts; filled from the end so that ties prefer long first parts.
-    for parts in range(1, num_parts + 1):
-        for start in range(count - parts, -1, -1):
-            for stop in range(count - parts + 1, start, -1):
-                value = max(prefix[stop] - prefix[start], best[parts - 1][stop])
-                if value < best[parts][start]:
-                    best[parts][start], cut[parts][start] = value, stop
-    sizes, start = [], 0
-    for parts in range(num_parts, 0, -1):
-        stop = cut[parts][start]
-        sizes.append(stop - start)
-        start = stop
-    return sizes
+    assert judge is not None
+    stopwatch, count = judge.stopwatch(), facts.num_blocks
+    share = _share_of_card(judge, num_stages)
+
+    def seconds(stage: int, start: int, stop: int) -> float:
+        if judge.budgets is not None and share(stage, start, stop) > 1:
+            return math.inf
+        return stopwatch.stage_seconds(stage, _span(stage, start, stop, num_stages))
+
+    if judge.layout.stages_per_rank > 1:
+        sizes = best_split(count, num_stages, seconds)
+    else:
+        found = fastest_split(count, num_stages, seconds, judge.layout.microbatches, lambda sizes: stopwatch.step_seconds(spans_from_sizes(sizes)))
+        sizes = None if found is None else found[0]
+    if sizes is None:
+        raise _nothing_fits(judge, facts, num_stages)
+    return spans_from_sizes(sizes)
 
 
-def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[StageSpan, ...]:
+def by_memory(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
+    """The split whose fullest card is the least full, in shares of its memory; where no memory is known, the fullest one in bytes.
+
+    Raises:
+        ConfigError: no split fits.
+    """
+    assert judge is not None
+    share = _share_of_card(judge, num_stages)
+    sizes = best_split(facts.num_blocks, num_stages, share)
+    assert sizes is not None
+    spans = spans_from_sizes(sizes)
+    if judge.budgets is not None and any(share(stage, span.start, span.stop) > 1 for stage, span in enumerate(spans)):
+        raise _nothing_fits(judge, facts, num_stages)
+    return spans
+
+
+def _span(stage: int, start: int, stop: int, num_stages: int) -> StageSpan:
+    return StageSpan(start, stop, stage == 0, stage == num_stages - 1)
+
+
+def _share_of_card(judge: SplitJudge, num_stages: int) -> Callable[[int, int, int], float]:
+    """(stage, start, stop) -> needed bytes by the card's bytes, or the bytes where those are not known; one prediction for stages alike."""
+    known: dict[tuple[int, tuple[int, ...]], float] = {}
+
+    def share(stage: int, start: int, stop: int) -> float:
+        key = (stage, judge.kinds[start:stop])
+        if key not in known:
+            budget = judge.budgets[stage] if judge.budgets is not None else 1
+            known[key] = judge.needed_bytes(stage, _span(stage, start, stop, num_stages)) / budget
+        return known[key]
+
+    return share
+
+
+def _nothing_fits(judge: SplitJudge, facts: ModelFacts, num_stages: int) -> ConfigError:
+    """The split that comes closest in bytes, and what its cards lack."""
+    budgets = judge.budgets
+    assert budgets is not None
+    share = _share_of_card(judge, num_stages)
+
+    def lacking(stage: int, start: int, stop: int) -> float:
+        return (share(stage, start, stop) - 1) * budgets[stage]
+
+    sizes = best_split(facts.num_blocks, num_stages, lacking)
+    assert sizes is not None
+    lines = []
+    for stage, span in enumerate(spans_from_sizes(sizes)):
+        short = lacking(stage, span.start, span.stop)
+        if short > 0:
+            blocks = "one block" if span.stop - span.start == 1 else f"{span.stop - span.start} blocks"
+            lines.append(f"{short / 2**30:.2f} GiB on card {stage} ({judge.card_names[stage]}, {budgets[stage] / 2**30:.1f} GiB) with {blocks}")
+    return NothingFits(
+        f"partition.rule: no split over {num_stages} cards fits; the one that comes closest lacks {', '.join(lines)}",
+        sum(max(0, round(lacking(stage, span.start, span.stop))) for stage, span in enumerate(spans_from_sizes(sizes))),
+    )
+
+
+class NothingFits(ConfigError):
+    """No split keeps within the cards' memory; ``missing_bytes`` are those of all cards in the split that comes closest."""
+
+    def __init__(self, problem: str, missing_bytes: int) -> None:
+        super().__init__(problem)
+        self.missing_bytes = missing_bytes
+
+
+def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
     """What ``partition.stages`` or ``partition.device_map`` says, checked."""
     problems: list[str] = []
     if wish.stages:
@@ -114,10 +193,12 @@ def manual(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> tuple[S
     return tuple(spans)
 
 
-RULES: dict[str, Callable[[PartitionConfig, ModelFacts, int], tuple[StageSpan, ...]]] = {
+RULES: dict[str, Callable[[PartitionConfig, ModelFacts, int, SplitJudge | None], tuple[StageSpan, ...]]] = {
     "manual": manual,
     "uniform": uniform,
     "parameters": by_parameters,
+    "memory": by_memory,
+    "time": by_time,
 }
 
 # --- reading a map ----------------------------------------------------------------------------------------------------------------

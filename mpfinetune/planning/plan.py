@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpfinetune.config import LOOPED_SCHEDULES, RunConfig
@@ -15,9 +16,12 @@ from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import choose_engine, rank_bytes
-from mpfinetune.planning.partition import effective_rule, partition
+from mpfinetune.planning.hardware import PlanCard
+from mpfinetune.planning.memory_plan import MemoryPlan
+from mpfinetune.planning.partition import SplitJudge, effective_rule, partition
+from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
-from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, weight_bytes
 
 # Where probing begins that was not given a size: doubled while it fits, halved until it does.
 PROBE_START_ROWS = 4
@@ -32,6 +36,7 @@ class World:
     world_size: int | None = None
     processes_per_host: int | None = None  # None: as world_size
     device_bytes: int | None = None  # memory of the smallest visible card; None: not known
+    cards: tuple[PlanCard, ...] = ()  # those that the plan is made for; empty: nothing is known of them
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class RankPlan:
     gradient_bytes: int
     optimizer_bytes: int
     host_bytes: int = 0  # what is offloaded from the card
+    master_bytes: int = 0  # of the optimizer's bytes, fp32 copies of narrow weights: there before the first update
 
     @property
     def total_bytes(self) -> int:
@@ -75,6 +81,8 @@ class Plan:
     offload_parameters: str = "none"
     notes: tuple[str, ...] = ()  # what the plan found and did about it
     placement: Placement | None = None  # the modules' devices, for a map of strategy local
+    memory: MemoryPlan | None = None  # predicted bytes, phase by phase; None: not asked for
+    prediction: StepPrediction | None = None  # the predicted step; None: not asked for, or no rate is known
 
     @property
     def world_size(self) -> int:
@@ -126,8 +134,11 @@ class Plan:
         return json.dumps(content, indent=2, default=sorted) + "\n"  # sets of names as lists
 
 
-def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
+def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Knowledge | None = None) -> Plan:
     """Decide strategy, stages, replicas and microbatches.
+
+    Args:
+        knowledge: for a split by time; not asked otherwise.
 
     Raises:
         ConfigError: stages, map, schedule and batch do not fit the model or each other.
@@ -145,7 +156,6 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         )
     pipeline_ranks = num_stages // stages_per_rank
     is_cut = strategy == "pipeline" or num_stages > 1
-    spans = partition(config.partition, facts, num_stages) if is_cut else (StageSpan(0, facts.num_blocks, True, True),)
     placement = _placement(config, strategy, facts, world)
     replicas = _replicas(config, strategy, pipeline_ranks, world)
     schedule = config.schedule if strategy == "pipeline" else "none"
@@ -158,12 +168,13 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         )
     micro_size = min(PROBE_START_ROWS, largest) if probed else int(config.batch.micro_size)
     microbatches = _microbatches(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size, micro_size)
-    return Plan(
+    whole = (StageSpan(0, facts.num_blocks, True, True),)
+    draft = Plan(
         strategy=strategy,
         schedule=schedule,
         device_type=world.device_type,
         rule=effective_rule(config.partition) if is_cut else "manual" if placement else "whole model",
-        spans=spans,
+        spans=whole,
         pipeline_ranks=pipeline_ranks,
         stages_per_rank=stages_per_rank,
         replicas=replicas,
@@ -172,15 +183,73 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World) -> Plan:
         microbatches=microbatches,
         precision=config.precision,
         total_parameters=facts.numel(facts.parameters),
-        ranks=tuple(
-            rank_bytes(_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank), engine, replicas, config.precision)
-            for rank in range(pipeline_ranks)
-        ),
+        ranks=(),
         zero_stage=engine.zero_stage,
         offload_optimizer=engine.offload_optimizer,
         offload_parameters=engine.offload_parameters,
         notes=engine.notes,
         placement=placement,
+    )
+
+    def with_spans(spans: tuple[StageSpan, ...], ranks: Iterable[int]) -> Plan:
+        rows = (_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank) for rank in ranks)
+        return replace(draft, spans=spans, ranks=tuple(rank_bytes(row, engine, replicas, config.precision) for row in rows))
+
+    if is_cut:
+        judge = knowledge and _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
+        return with_spans(partition(config.partition, facts, num_stages, judge), range(pipeline_ranks))
+    return with_spans(whole, range(pipeline_ranks))
+
+
+def layout_of(config: RunConfig, facts: ModelFacts, strategy: str, num_stages: int, stages_per_rank: int, microbatches: int) -> Layout:
+    """The schedule that a plan's step follows. One process with several stages is a GPipe over its devices."""
+    recomputed = recomputed_blocks(config.recompute, facts.num_blocks)
+    if strategy == "pipeline":
+        return Layout(config.schedule, num_stages // stages_per_rank, stages_per_rank, microbatches, recomputed)
+    return Layout("gpipe" if num_stages > 1 else "1f1b", num_stages, 1, microbatches, recomputed)
+
+
+def with_prediction(plan: Plan, config: RunConfig, facts: ModelFacts, knowledge: Knowledge) -> Plan:
+    """The plan with its predicted step."""
+    layout = layout_of(config, facts, plan.strategy, plan.num_stages, plan.stages_per_rank, plan.microbatches)
+    stopwatch = _stopwatch(knowledge, plan.micro_size, layout)
+    return replace(plan, prediction=stopwatch.predict(plan, knowledge.tokens_per_row))
+
+
+def _stopwatch(knowledge: Knowledge, micro_size: int, layout: Layout) -> Stopwatch:
+    orders = knowledge.orders(layout.schedule, layout.ranks, layout.stages_per_rank, layout.microbatches)
+    return Stopwatch(layout, knowledge.times_of(micro_size, layout.ranks), orders)
+
+
+def _judge(
+    knowledge: Knowledge,
+    config: RunConfig,
+    facts: ModelFacts,
+    world: World,
+    draft: Plan,
+    with_spans: Callable[[tuple[StageSpan, ...], Iterable[int]], Plan],
+) -> SplitJudge:
+    """What the rules time and memory may ask; nothing is measured before they do."""
+    layout = layout_of(config, facts, draft.strategy, draft.num_stages, draft.stages_per_rank, draft.microbatches)
+
+    def needed_bytes(stage: int, span: StageSpan) -> int:
+        # The other stages are not looked at.
+        spans = tuple(span if index == stage else other for index, other in enumerate(draft.spans))
+        if draft.strategy == "local":  # one process, a device for each stage
+            return knowledge.needed_bytes(with_spans(spans, [0]), 0, stage)
+        row = with_spans(spans, [stage]).ranks[0]
+        empty = [replace(row, rank=rank) for rank in range(draft.pipeline_ranks)]
+        return knowledge.needed_bytes(replace(draft, spans=spans, ranks=tuple(empty)), stage, 0)
+
+    cards_a_stage = max(1, len(world.cards) // draft.num_stages)  # replicas of a stage are beside each other
+    budgets = [card.memory_bytes for card in world.cards[::cards_a_stage]][: draft.num_stages]
+    return SplitJudge(
+        stopwatch=lambda: _stopwatch(knowledge, draft.micro_size, layout),
+        layout=layout,
+        needed_bytes=needed_bytes,
+        budgets=tuple(budgets) if len(budgets) == draft.num_stages and draft.stages_per_rank == 1 else None,
+        card_names=tuple(card.name for card in world.cards[::cards_a_stage]),
+        kinds=tuple(knowledge.block_kinds()) if effective_rule(config.partition) in ("time", "memory") else (),
     )
 
 
@@ -297,7 +366,8 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
         parameters=facts.numel(names),
         weight_bytes=weight_bytes(config, facts, held),
         gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
-        optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning),
+        optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning) + code_table_bytes(config, facts, learning),
+        master_bytes=sum(master_bytes(config, facts, name) for name in learning),
     )
 
 

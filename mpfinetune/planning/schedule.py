@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# (stage, "F" or "B", microbatch): forward or full backward.
+# (stage, "F" or "B", microbatch): forward or full backward. torch's zero-bubble orders have "I" and "W", the halves of a split backward pass.
 Action = tuple[int, str, int]
 
 

@@ -45,6 +45,16 @@ def weight_bytes(config: RunConfig, facts: ModelFacts, names: Iterable[str]) -> 
     return total
 
 
+def precision_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:
+    """Bytes of one element of a parameter that is not quantised."""
+    return 4 if name in facts.adapter_names else _BYTES[config.precision]
+
+
+def master_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:
+    """The fp32 copy of a parameter that learns; it is there before the first update."""
+    return 4 * facts.parameters[name].numel if precision_bytes(config, facts, name) < 4 else 0
+
+
 def optimizer_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:
     """States and, for narrow weights, the fp32 master of one parameter that learns."""
     settings, count = config.optimizer, facts.parameters[name].numel
@@ -52,8 +62,14 @@ def optimizer_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:
         states = eight_bit_state_bytes(count, settings.stable_embedding and name in facts.embeddings)
     else:
         states = count * {"adamw": 8, "sgd": 4 if settings.momentum else 0}[settings.name]
-    narrow = config.precision != "fp32" and name not in facts.adapter_names
-    return states + (4 * count if narrow else 0)
+    return states + master_bytes(config, facts, name)
+
+
+def code_table_bytes(config: RunConfig, facts: ModelFacts, names: Iterable[str]) -> int:
+    """bitsandbytes' two tables of 256 numbers, which all 8-bit states of a process share."""
+    wide = facts.embeddings if config.optimizer.stable_embedding else frozenset()
+    eight_bit = config.optimizer.name in EIGHT_BIT and any(facts.parameters[n].numel >= SMALLEST_EIGHT_BIT and n not in wide for n in names)
+    return 2 * 4 * 256 if eight_bit else 0
 
 
 def eight_bit_state_bytes(count: int, wide: bool) -> int:

@@ -99,6 +99,11 @@ class Tracker:
         if self._enabled:
             self._write({"step": step, "event": event, **values})
 
+    def log_prediction(self, step: int, comparisons: Sequence[Mapping[str, Any]]) -> None:
+        """At the end of a run, what was predicted beside what was measured: per entry rank, what, unit, predicted, measured, relative_error."""
+        if self._enabled:
+            self._write({"step": step, "predicted_against_measured": [dict(entry) for entry in comparisons]})
+
     def truncate_after(self, step: int) -> None:
         """Drop what was logged for later steps, for a run that goes on from ``step``; -1 drops everything, for one that starts anew.
 

@@ -101,6 +101,7 @@ class DeepSpeedUpdate:
                 parameter.grad_dtype = torch.float32
         groups, placeholders = self._groups(config.optimizer)
         self._placeholders = placeholders
+        self.gradient_bytes = 0
         # In the pipeline not the stages: the engine would hang hooks on them, and cast what does not learn.
         module = nn.ParameterList([*self._learning.values(), *placeholders]) if self.in_place else strategy.stages[0]
         precision = "fp32" if self.in_place and all(p.dtype == torch.float32 for p in module.parameters()) else self.plan.precision
@@ -151,6 +152,15 @@ class DeepSpeedUpdate:
         """Put back what ``scale_state`` gave; a run in another precision ignores it."""
         if self._scale_is_dynamic:
             self._scaler.cur_scale, self._scaler.cur_iter, self._scaler.last_overflow_iter = value, updates_since_change, -1
+
+    def optimizer_bytes(self) -> tuple[int, int]:
+        """States and fp32 masters by where they are, with the gradients that CPUAdam has beside the masters; (on the device, offloaded)."""
+        flats = self._flat_parameters()
+        states = [value for flat in flats for value in self.zero.optimizer.state.get(flat, {}).values() if isinstance(value, Tensor) and value.ndim]
+        if self.plan.offload_optimizer == "none":
+            return sum(tensor.nbytes for tensor in (*flats, *states)), 0
+        beside = [flat.grad for flat in flats if flat.grad is not None]
+        return 0, sum(tensor.nbytes for tensor in (*flats, *states, *beside))
 
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.
@@ -246,6 +256,7 @@ class DeepSpeedUpdate:
             if parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
         self.strategy.sum_shared_gradients()
+        self.gradient_bytes = sum(parameter.grad.nbytes for parameter in self._learning.values() if parameter.grad is not None)
         self.zero.setup_buckets()
         if self.zero.use_grad_accum_attribute:
             for parameter in parameters:

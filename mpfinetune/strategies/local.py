@@ -18,11 +18,19 @@ class LocalStrategy(Strategy):
     def _forward_backward(self, batch: GlobalBatch, loss_scale: float) -> Tensor:
         total = torch.zeros((), device=self.context.device)
         for inputs, labels in self._microbatches(batch):
-            logits = self.stages[0](**inputs)
-            loss = self.loss_sum(logits, labels.to(logits.device)) / max(1, batch.target_count)
-            (loss * loss_scale).backward()
-            total += loss.detach().to(total.device)
+            total += self._train_microbatch(inputs, labels, max(1, batch.target_count), loss_scale).to(total.device)
         return total
+
+    def _train_microbatch(self, inputs: dict[str, Tensor], labels: Tensor, target_count: int, loss_scale: float) -> Tensor:
+        """Apart, so that the graph is gone before the next microbatch (bitsandbytes' int8 layers hold their inputs until then)."""
+        loss = self._microbatch_loss(inputs, labels) / target_count
+        (loss * loss_scale).backward()
+        return loss.detach()
+
+    def _microbatch_loss(self, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """Apart, so that the logits do not live on through the backward pass."""
+        logits = self.stages[0](**inputs)
+        return self.loss_sum(logits, labels.to(logits.device))
 
     def _forward(self, batch: GlobalBatch, observe: Observer) -> None:
         for inputs, labels in self._microbatches(batch):

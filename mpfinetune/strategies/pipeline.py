@@ -30,6 +30,7 @@ from mpfinetune.planning.plan import Plan
 from mpfinetune.planning.schedule import SCHEDULES, Action, forward_order, stages_of_rank
 from mpfinetune.strategies.base import LossSum, Observer, Strategy
 from mpfinetune.strategies.oom import MemoryGuard, nothing
+from mpfinetune.strategies.orders import schedule_orders
 
 # A cached schedule holds receive buffers for all its microbatches; the least recently used ones go beyond this.
 _CACHED_BUFFER_BYTES = 256 * 2**20
@@ -220,7 +221,7 @@ class PipelineStrategy(Strategy):
             orders = {r: forward_order(stages_of_rank(self.plan.schedule, r, len(ranks), self.plan.stages_per_rank), microbatches) for r in ranks}
             return _ListedSchedule(stages, microbatches, orders, loss_fn=None)
         if row.order is not None:
-            orders = {rank: row.order(rank, self.plan.num_stages, microbatches) for rank in ranks}
+            orders = schedule_orders(self.plan.schedule, len(ranks), self.plan.stages_per_rank, microbatches)
             return _ListedSchedule(stages, microbatches, orders, loss_fn=_pass_loss)
         assert row.torch_class is not None
         return getattr(pipelining, row.torch_class)(stages, microbatches, loss_fn=_pass_loss, scale_grads=False)

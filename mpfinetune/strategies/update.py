@@ -22,6 +22,7 @@ class Optimizer(Protocol):
 
     def step(self, lr: float, gradient_factor: float) -> None: ...
     def zero_grad(self) -> None: ...
+    def held_bytes(self) -> int: ...
     def weight_tensors(self) -> dict[str, Tensor]: ...
     def state_tensors(self) -> dict[str, Tensor]: ...
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
@@ -30,12 +31,15 @@ class Optimizer(Protocol):
 class Update(Protocol):
     """What a strategy calls after the backward passes; DeepSpeed's engines have one of their own."""
 
+    gradient_bytes: int  # of this rank's gradients at the last update
+
     @property
     def loss_scale(self) -> float: ...
     @property
     def scale_is_smallest(self) -> bool: ...
     def scale_state(self) -> tuple[float, int] | None: ...
     def load_scale_state(self, value: float, updates_since_change: int) -> None: ...
+    def optimizer_bytes(self) -> tuple[int, int]: ...  # states and fp32 masters on the device, and what is offloaded from it
     def apply(self, lr: float) -> tuple[float, bool]: ...
     def drop_gradients(self) -> None: ...
     def weight_tensors(self) -> dict[str, Tensor]: ...
@@ -89,6 +93,7 @@ class PlainUpdate:
         self.scale = scale or LossScale()
         self.not_finite: list[str] = []  # this rank's parameters whose gradients spoilt the last update
         self._gradients_are_checked = False
+        self.gradient_bytes = 0
 
     @property
     def loss_scale(self) -> float:
@@ -108,6 +113,9 @@ class PlainUpdate:
         if self.scale.dynamic:
             self.scale.value, self.scale.updates_since_change = value, updates_since_change
 
+    def optimizer_bytes(self) -> tuple[int, int]:
+        return self.optimizer.held_bytes(), 0
+
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.
 
@@ -120,6 +128,8 @@ class PlainUpdate:
         if not self._gradients_are_checked:
             self._check_every_parameter_has_a_gradient()
             self._gradients_are_checked = True
+        gradients = [p.grad for p in self.strategy.named_parameters().values() if p.grad is not None]
+        self.gradient_bytes = sum(gradient.nbytes for gradient in gradients)
         self._reduce_gradients()
         context = self.strategy.context
         squares = context.sum_over_world(self._own_gradient_squares() / context.replicas)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from mpfinetune.data.batches import GlobalBatch, UpdateLoader
@@ -28,6 +26,7 @@ from mpfinetune.training.checkpoint import RunState, check_identity, complete_ch
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.leaks import LeakWatch, memory_of_ranks
 from mpfinetune.training.learning_rate import learning_rate
+from mpfinetune.training.memory import peak_memory_bytes
 from mpfinetune.training.oom import MicroSize
 from mpfinetune.training.optim import attach_update
 from mpfinetune.training.prepare import PreparedRun
@@ -253,17 +252,6 @@ class Trainer:
 def _base_identity(folder: Path | None) -> Any:
     """What an adapter run's checkpoints do not hold, and from where it comes; the size of each file tells another base."""
     return "drawn from train.seed" if folder is None else {file.name: file.stat().st_size for file in weight_files(folder)}
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes allocated on the card so far; on the CPU the most bytes that the process had resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def progress_summary(loader: UpdateLoader, total_updates: int) -> str:

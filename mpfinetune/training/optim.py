@@ -125,6 +125,14 @@ class NamedOptimizer:
         for tensor in (*self.parameters.values(), *self.masters.values()):
             tensor.grad = None
 
+    def held_bytes(self) -> int:
+        """Bytes of the states and of the masters that are no parameters; bitsandbytes' code tables once, step counters left out."""
+        tensors = [master for name, master in self.masters.items() if master is not self.parameters[name]]
+        for master in self.masters.values():
+            states = {} if self.optimizer is None else self.optimizer.state.get(master, {})
+            tensors += [value for value in states.values() if isinstance(value, Tensor) and value.ndim > 0]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
     @torch.no_grad()
     def _copy_masters_back(self) -> None:
         narrow = [name for name, master in self.masters.items() if master is not self.parameters[name]]

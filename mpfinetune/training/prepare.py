@@ -19,8 +19,12 @@ from mpfinetune.models.architecture import load_hf_config, load_tokenizer, resol
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.load import weight_files
 from mpfinetune.planning.capability import Card, judge_precision
+from mpfinetune.planning.hardware import cards_of, present_card
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.training.choose import choose, leaves_open
+from mpfinetune.training.forecast import Forecast
+from mpfinetune.training.memory import plan_with_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -37,6 +41,7 @@ class PlannedRun:
     facts: ModelFacts
     plan: Plan
     num_labels: int
+    forecast: Forecast
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,12 @@ class PreparedRun:
         return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
-def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
+def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False, for_hardware: bool = False) -> PlannedRun:
     """Facts and plan; ``world_size`` is None before the launch.
+
+    Args:
+        with_memory: the plan says what every card will hold, and how long a step will take where that is known.
+        for_hardware: plan for the cards of ``hardware``, where the config names some, instead of the present ones.
 
     Raises:
         UserError: whatever is wrong with config, model, map or processes.
@@ -87,16 +96,54 @@ def plan_run(config: RunConfig, world_size: int | None) -> PlannedRun:
     hf_config = load_hf_config(config.model, wanted_labels)
     if config.model.task == "causal_lm":
         _check_causal(hf_config)
-    facts = facts_with_adapters(inspect_model(_runnable(hf_config), config.model.task, config.model.attention), config.adapter)
-    cards = visible_cards(config)
-    advice = judge_precision(config.precision, [Card(name, capability) for name, capability, _ in cards])
-    here = processes_per_host() if world_size is not None else None
-    smallest = min((size for *_, size in cards), default=None)
-    plan = make_plan(config, facts, World(device_type(config), visible_devices(config), world_size, here, smallest))
-    plan = replace(plan, notes=(*plan.notes, *advice))
+    num_labels = getattr(hf_config, "num_labels", 1)
+    runnable = _runnable(hf_config)
+    structure = inspect_model(runnable, config.model.task, config.model.attention)
+    forecasts: list[Forecast] = []  # what is measured for one combination serves those that cost the same
+
+    def forecast_of(wanted: RunConfig) -> Forecast:
+        facts = facts_with_adapters(structure, wanted.adapter)
+        forecasts.append(Forecast(wanted, runnable, facts, _world(wanted, world_size, for_hardware), num_labels, forecasts[-1:]))
+        return forecasts[-1]
+
+    world = _world(config, world_size, for_hardware)
+    advice = judge_precision(config.precision, _judged_cards(config, world, for_hardware))
+    has_cards = bool(world.cards)
+    if leaves_open(config, has_cards):
+        config, plan = choose(config, has_cards, lambda wanted: _planned(forecast_of(wanted), with_memory=True))
+        forecast = forecast_of(config)
+    else:
+        forecast = forecast_of(config)
+        plan = _planned(forecast, with_memory)
+    return PlannedRun(config, hf_config, forecast.facts, replace(plan, notes=(*plan.notes, *advice)), num_labels, forecast)
+
+
+def _planned(forecast: Forecast, with_memory: bool) -> Plan:
+    config, facts, world = forecast.config, forecast.facts, forecast.world
+    plan = make_plan(config, facts, world, forecast.knowledge())
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
-    return PlannedRun(config, hf_config, facts, plan, getattr(hf_config, "num_labels", 1))
+    if with_memory:
+        plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter)
+        plan = forecast.with_prediction(plan)
+    return plan
+
+
+def _world(config: RunConfig, world_size: int | None, for_hardware: bool) -> World:
+    """The devices that are here; the cards of ``hardware`` stand for them where the config names some."""
+    wanted = cards_of(config)
+    if for_hardware and wanted:
+        return World("cuda", config.devices or len(wanted), None, None, min(card.memory_bytes for card in wanted), wanted)
+    present = tuple(present_card(name, capability, size) for name, capability, size in visible_cards(config))
+    here = processes_per_host() if world_size is not None else None
+    smallest = min((card.memory_bytes for card in present), default=None)
+    return World(device_type(config), visible_devices(config), world_size, here, smallest, wanted or present)
+
+
+def _judged_cards(config: RunConfig, world: World, for_hardware: bool) -> list[Card]:
+    if for_hardware and config.hardware:
+        return [Card(card.name, card.capability) for card in world.cards if card.capability is not None]
+    return [Card(name, capability) for name, capability, _ in visible_cards(config)]
 
 
 def _check_causal(hf_config: PretrainedConfig) -> None:

@@ -15,7 +15,9 @@ from mpfinetune.errors import CheckpointError, DataError
 from mpfinetune.models.quantize import in_words
 from mpfinetune.planning.device_map import parameters_by_device
 from mpfinetune.planning.engines import engine_lines
+from mpfinetune.planning.memory_plan import MEMORY_COLUMNS, host_line, memory_rows, memory_unit
 from mpfinetune.planning.plan import plan_rows
+from mpfinetune.planning.predict import prediction_lines
 from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.build import build_strategy
@@ -23,6 +25,7 @@ from mpfinetune.training.checkpoint import best_checkpoint, complete_checkpoints
 from mpfinetune.training.export import export_checkpoint
 from mpfinetune.training.loop import Trainer, progress_summary
 from mpfinetune.training.loss import loss_sum_for
+from mpfinetune.training.memory import MEASURED_COLUMNS, compare, comparison_rows, measure
 from mpfinetune.training.prepare import PlannedRun, PreparedRun
 
 PLAN_COLUMNS = ("rank", "stages", "holds", "parameters", "weights MiB", "gradients MiB", "optimizer MiB", "sum MiB")
@@ -37,6 +40,10 @@ def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
     )
     rows = [(row[0], row[1], row[2], *row[3:]) for row in plan_rows(plan)]
     reporter.table("what each rank holds", PLAN_COLUMNS, rows)
+    if plan.memory is not None:
+        unit, _ = memory_unit(plan.memory)
+        reporter.table(f"predicted memory of each card at its fullest, {unit}", MEMORY_COLUMNS, memory_rows(plan.memory))
+        reporter.say(host_line(plan.memory))
     for line in (*plan.notes, *engine_lines(plan)):
         reporter.say(line)
     if plan.placement is not None:
@@ -52,6 +59,8 @@ def show_plan(planned: PlannedRun, reporter: Reporter) -> None:
         + (f" (auto: the largest that fits, up to {plan.largest_micro_size}, is looked for before training)" if probed else "")
         + (f"; a rank idles {plan.bubble:.0%} of a step if the stages take equally long" if plan.pipeline_ranks > 1 else "")
     )
+    for line in prediction_lines(plan.prediction) if plan.prediction is not None else ():
+        reporter.say(line)
 
 
 def train(run: PreparedRun, reporter: Reporter) -> None:
@@ -85,6 +94,7 @@ def train(run: PreparedRun, reporter: Reporter) -> None:
         reporter.say(f"training: {progress_summary(trainer.loader, trainer.total_updates)}")
         try:
             trainer.fit()
+            _report_prediction(trainer, reporter)
         finally:
             trainer.tracker.close()
         saved = complete_checkpoints(trainer.checkpoints)
@@ -93,6 +103,16 @@ def train(run: PreparedRun, reporter: Reporter) -> None:
         elif context.rank == 0:
             export(run, saved[-1], run_dir / "export", reporter)
         context.barrier()
+
+
+def _report_prediction(trainer: Trainer, reporter: Reporter) -> None:
+    """What was predicted beside what was measured; collective."""
+    measured = trainer.strategy.context.gather_objects(measure(trainer.strategy))
+    comparisons = compare(trainer.strategy.plan, measured)
+    if not comparisons:
+        return
+    reporter.table("predicted against measured", MEASURED_COLUMNS, comparison_rows(comparisons))
+    trainer.tracker.log_prediction(trainer.state.step, [entry.as_dict() for entry in comparisons])
 
 
 def evaluate(run: PreparedRun, which: str, reporter: Reporter) -> dict[str, float]:

@@ -23,6 +23,7 @@ from mpfinetune.strategies.build import build_stage
 from mpfinetune.training import export_adapter as exports
 from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, tensors_of
 from mpfinetune.training.export import export_checkpoint
+from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.prepare import PlannedRun
 from tests.families import tiny_config
 from tests.multiproc.training_cases import Problem, adapter_problem, build, facts_of, hf_config_of, largest_gap, make_batches, run_config, task_of
@@ -147,7 +148,8 @@ def planned_run(problem: Problem, base: Path) -> PlannedRun:
     config = run_config(problem, **LOCAL)
     config.model.path, config.model.init = str(base), "pretrained"
     hf_config, known = hf_config_of(problem), facts_of(problem, config)
-    return PlannedRun(config, hf_config, known, make_plan(config, known, World("cpu", 1)), 2)
+    world = World("cpu", 1)
+    return PlannedRun(config, hf_config, known, make_plan(config, known, world), 2, Forecast(config, hf_config, known, world, 2))
 
 
 def train_and_save(problem: Problem, base: Path, updates: int = 3, start: Path | None = None, first: int = 0) -> tuple[Strategy, Path]:

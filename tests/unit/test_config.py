@@ -363,11 +363,17 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLUE, {"checkpoint.keep": 0}, "checkpoint.keep: 0 given, must be at least 1"),
     (GLUE, {"dist.timeout_seconds": 0}, "dist.timeout_seconds: 0.0 given, must be greater than 0"),
     (GLUE, {"dist.port": 70000}, "dist.port: 70000 given, must be 1 to 65535, or null for a free one"),
+    (
+        GLUE,
+        {"hardware": [{"gpu": "rtx3090", "memory_gib": 0}]},
+        "hardware: [{'gpu': 'rtx3090', 'memory_gib': 0}] given, must be a list of entries like {gpu: rtx3090, memory_gib: 23.5}: gpu is the card's "
+        "name, memory_gib, bandwidth_gb_s, fp32_tflops, fp16_tflops, bf16_tflops and pcie_gb_s are positive numbers, capability is like 8.6",
+    ),
     (GLUE, {"devices": 0}, "devices: 0 given, must be at least 1, or null"),
     (
         GLUE,
         {"recompute": "sometimes"},
-        "recompute: 'sometimes' given, must be none, full, offload, every_N (like every_2) or a list of blocks (like [0, 2-5])",
+        "recompute: 'sometimes' given, must be none, full, offload, auto, every_N (like every_2) or a list of blocks (like [0, 2-5])",
     ),
     (
         GLUE,
@@ -378,14 +384,14 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         GLUE,
         {"offload.optimizer": "cpu", "strategy": "local"},
-        "offload.optimizer: 'cpu' given, must be none for strategy local and auto: DeepSpeed's engines offload, and neither "
-        "has one; set strategy: pipeline or zero",
+        "offload.optimizer: 'cpu' given, must be none or auto for strategy local and auto: DeepSpeed's engines offload, and "
+        "neither has one; set strategy: pipeline or zero",
     ),
     (
         GLUE,
         {"offload.optimizer": "cpu", "strategy": "pipeline", "optimizer.name": "sgd"},
-        "offload.optimizer: 'cpu' given, must be none for optimizer.name other than adamw: DeepSpeed's CPUAdam is the one "
-        "update rule that runs on the host; set optimizer.name: adamw",
+        "offload.optimizer: 'cpu' given, must be none or auto for optimizer.name other than adamw: DeepSpeed's CPUAdam is the "
+        "one update rule that runs on the host; set optimizer.name: adamw",
     ),
     (
         GLUE,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpfinetune.config import load_config
+from mpfinetune.errors import ConfigError
 from mpfinetune.training.prepare import plan_run
 from tests.families import tiny_config
 
@@ -30,3 +31,34 @@ def test_a_config_plans_a_tiny_model(path: Path, tmp_path: Path) -> None:
     assert planned.plan.to_json().startswith("{")
     assert planned.plan.world_size == (2 if config.strategy == "pipeline" else 1)
     assert sum(row.total_bytes for row in planned.plan.ranks) > 0
+
+
+def test_the_unequal_cards_get_unequal_shares_of_a_13b_model(tmp_path: Path) -> None:
+    """The faster and larger card gets more blocks, both cards hold theirs, and the step is shorter than with the even cut."""
+    shape = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40}
+    tiny_config("llama", vocab_size=32000, max_position_embeddings=4096, **shape).save_pretrained(tmp_path)
+    config = load_config(CONFIGS[0].parent / "unequal_cards.yaml", [f"model.path={tmp_path}"])
+    plans = {}
+    for rule in ("time", "uniform"):
+        changed = replace(config, partition=replace(config.partition, rule=rule))
+        plans[rule] = plan_run(changed, None, with_memory=True, for_hardware=True).plan
+    large, small = (span.stop - span.start for span in plans["time"].spans)
+    assert large > 25 > 15 > small >= 1
+    memory = plans["time"].memory
+    assert memory is not None and all(card.fits for card in memory.cards)
+    assert [card.card_bytes for card in memory.cards] == [24 * 2**30, round(10.5 * 2**30)]
+    predictions = {rule: plan.prediction for rule, plan in plans.items()}
+    assert predictions["time"] is not None and predictions["uniform"] is not None
+    assert predictions["time"].step_seconds < 0.8 * predictions["uniform"].step_seconds
+    assert max(predictions["time"].idle_shares) < max(predictions["uniform"].idle_shares)
+
+
+@pytest.mark.parametrize("rule", ["time", "memory"])
+def test_cards_too_small_for_one_block_are_told_what_is_missing(rule: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16}
+    tiny_config("llama", vocab_size=1000, max_position_embeddings=1024, **shape).save_pretrained(tmp_path)
+    small = "hardware=[{gpu: gtx1080, memory_gib: 8}, {gpu: gtx1080, memory_gib: 0.6}]"
+    overrides = [f"model.path={tmp_path}", small, f"partition.rule={rule}", "quantize=none", "adapter.type=none", "optimizer.name=adamw"]
+    config = load_config(CONFIGS[0].parent / "unequal_cards.yaml", overrides)
+    with pytest.raises(ConfigError, match=r"no split over 2 cards fits; .* lacks \d+\.\d\d GiB on card 1 \(gtx1080, 0\.6 GiB\) with one block"):
+        plan_run(config, None, for_hardware=True)

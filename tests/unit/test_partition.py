@@ -7,15 +7,12 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from fairscale.nn.pipe.balance import blockpartition
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mpfinetune.config import PartitionConfig
 from mpfinetune.errors import ConfigError
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.stage import StageSpan
-from mpfinetune.planning.partition import effective_rule, partition, smallest_maximum, spans_from_sizes
+from mpfinetune.planning.partition import effective_rule, partition, spans_from_sizes
 from tests.families import task_of, tiny_config
 
 BLOCKS_KEY = {"gpt2": "n_layer"}
@@ -31,17 +28,6 @@ def facts_of(family: str, blocks: int = 4, width: int | None = None, vocab_size:
 
 def sizes(spans: tuple[StageSpan, ...]) -> list[int]:
     return [span.stop - span.start for span in spans]
-
-
-def cost(costs: list[int], parts: list[int]) -> int:
-    starts = [sum(parts[:index]) for index in range(len(parts))]
-    return max(sum(costs[start : start + size]) for start, size in zip(starts, parts, strict=True))
-
-
-def best_cost(costs: list[int], parts: int) -> int:
-    """By trying every cut."""
-    cuts = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), parts - 1)]
-    return min(max(sum(costs[a:b]) for a, b in pairwise(cut)) for cut in cuts)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------------------
@@ -61,27 +47,6 @@ def test_uniform(blocks: int, stages: int) -> None:
     assert [span.has_prologue for span in spans] == [True] + [False] * (stages - 1)
     assert [span.has_epilogue for span in spans] == [False] * (stages - 1) + [True]
     assert [span.start for span in spans] == [sum(sizes(spans)[:stage]) for stage in range(stages)]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 9))
-def test_smallest_maximum_is_the_best_of_all_cuts(costs: list[int], wanted: int) -> None:
-    parts = min(wanted, len(costs))
-    found = smallest_maximum(costs, parts)
-    assert len(found) == parts and sum(found) == len(costs) and min(found) >= 1
-    assert cost(costs, found) == best_cost(costs, parts)
-
-
-def test_ties_go_to_the_first_parts() -> None:
-    assert smallest_maximum([1, 1, 1, 1, 1], 2) == [3, 2]
-    assert smallest_maximum([1, 1, 5], 2) == [2, 1]
-
-
-def test_fairscales_solver_is_a_bound_as_the_docstring_says() -> None:
-    costs = [3, 1, 1, 5]
-    assert blockpartition.solve(costs, 2) == [[3, 1], [1, 5]]
-    assert smallest_maximum(costs, 2) == [3, 1]
-    assert (cost(costs, [2, 2]), cost(costs, [3, 1])) == (6, 5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "mixtral", "deepseek_v3"])

@@ -1,0 +1,221 @@
+"""Memory before and after a run: the prediction for a plan, the refusal of what cannot fit, and what was measured beside what was predicted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from mpfinetune.config import RunConfig
+from mpfinetune.dist import host_memory_bytes
+from mpfinetune.errors import LaunchError, ModelError
+from mpfinetune.models.architecture import TORCH_DTYPES
+from mpfinetune.models.costs import CostMeter, CostQuestion
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.planning.memory import predict_memory
+from mpfinetune.planning.memory_plan import GIB, MIB, MemoryPlan
+from mpfinetune.planning.plan import Plan, World
+from mpfinetune.planning.tensor_bytes import learning_names
+from mpfinetune.strategies.base import Strategy
+from mpfinetune.strategies.orders import schedule_orders
+from mpfinetune.training.loss import loss_sum_for
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MEASURED_COLUMNS = ("rank", "what", "unit", "predicted", "measured", "error")
+
+
+def cost_meter(
+    config: RunConfig,
+    hf_config: PretrainedConfig,
+    facts: ModelFacts,
+    num_labels: int,
+    device_type: str,
+    capability: tuple[int, int] | None = None,
+) -> CostMeter:
+    """What measures this run's model at any size of microbatch.
+
+    Raises:
+        ModelError: the model cannot be run with fake tensors.
+    """
+    question = CostQuestion(
+        task=config.model.task,
+        attention=config.model.attention,
+        dtype=TORCH_DTYPES[config.precision],
+        learning=learning_names(config, facts),
+        quantize=config.quantize,
+        adapter=config.adapter if config.adapter.type != "none" else None,
+        target="cuda" if device_type == "cuda" else "cpu",
+        capability=capability,
+    )
+    return CostMeter(hf_config, facts, question, loss_sum_for(config.model.task, num_labels))
+
+
+def plan_with_memory(config: RunConfig, facts: ModelFacts, plan: Plan, world: World, meter: Callable[[], CostMeter]) -> Plan:
+    """The plan with its predicted bytes; where the model cannot be measured, with a note that activations are not known."""
+    notes = plan.notes
+    try:
+        costs = meter().measure(plan.micro_size, config.data.max_length)
+    except ModelError as error:
+        costs = None
+        notes = (*notes, f"memory: {error}; the prediction is without activations and workspace")
+    orders = {}
+    if plan.strategy == "pipeline":
+        orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
+    sizes = [card.memory_bytes for card in world.cards] if plan.device_type == "cuda" else []
+    memory = predict_memory(config, facts, plan, world, costs, orders, sizes, host_memory_bytes())
+    return replace(plan, memory=memory, notes=(*notes, *_warnings(plan, memory)))
+
+
+def _warnings(plan: Plan, memory: MemoryPlan) -> list[str]:
+    lines = []
+    for card in memory.cards:
+        if card.fits is False:
+            missing = card.needed_bytes - (card.card_bytes or 0)
+            lines.append(
+                f"memory: rank {card.rank} needs {card.needed_bytes / GIB:.1f} GiB of a card of {(card.card_bytes or 0) / GIB:.1f} GiB "
+                f"({missing / GIB:.1f} GiB too much, during {card.peak.name}); smaller: batch.micro_size, data.max_length, recompute: full, "
+                "offload.optimizer: cpu, quantize with an adapter"
+            )
+    if memory.host_fits is False:
+        lines.append(f"memory: {_host_problem(plan, memory)}")
+    return lines
+
+
+def _host_problem(plan: Plan, memory: MemoryPlan) -> str:
+    cause = "device: cpu" if plan.device_type == "cpu" else "offload"
+    return (
+        f"the processes of one host need {memory.fullest_host_bytes / GIB:.1f} GiB of host memory, but it has "
+        f"{(memory.host_total_bytes or 0) / GIB:.1f} GiB ({cause}); take a smaller model, batch.micro_size or data.max_length, fewer processes, "
+        "or less offload"
+    )
+
+
+def refuse_what_cannot_fit(plan: Plan) -> None:
+    """Before anything is started. A card is refused only for what is counted exactly; what is estimated is warned of.
+
+    Raises:
+        LaunchError: the host's memory, or the weights, gradients and optimizer states alone on a card, are too much.
+    """
+    memory = plan.memory
+    if memory is None:
+        return
+    if memory.host_fits is False:
+        raise LaunchError(_host_problem(plan, memory))
+    for card in memory.cards:
+        step = card.phase("update")
+        held = step.weight_bytes + step.gradient_bytes + step.optimizer_bytes + card.context_bytes
+        if card.card_bytes is not None and held > card.card_bytes:
+            raise LaunchError(
+                f"rank {card.rank} would hold {held / GIB:.1f} GiB of weights, gradients and optimizer states on a card of "
+                f"{card.card_bytes / GIB:.1f} GiB; use more stages, offload.optimizer: cpu, precision: bf16, or quantize with an adapter"
+            )
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """What one rank's tensors hold at the end of a run, counted from the tensors; ``peak_bytes`` is of the device, or resident on the CPU."""
+
+    weight_bytes: int
+    gradient_bytes: int  # of the last update
+    optimizer_bytes: int  # states and masters on the card; step counters, single numbers on the host, are left out
+    offloaded_bytes: int
+    peak_bytes: int
+
+
+def measure(strategy: Strategy) -> MeasuredMemory:
+    """Count this rank's tensors."""
+    update = strategy.update
+    assert update is not None
+    optimizer, offloaded = update.optimizer_bytes()
+    return MeasuredMemory(
+        weight_bytes=_weight_bytes(strategy),
+        gradient_bytes=update.gradient_bytes,
+        optimizer_bytes=optimizer,
+        offloaded_bytes=offloaded,
+        peak_bytes=peak_memory_bytes(strategy.context.device),
+    )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes allocated on the card so far; on the CPU the most bytes that the process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _weight_bytes(strategy: Strategy) -> int:
+    """Parameters with what bitsandbytes hangs on them; partitioned ones with this rank's part."""
+    tensors: list[Any] = []
+    for parameter in strategy.named_parameters().values():
+        held, state = getattr(parameter, "ds_tensor", parameter), getattr(parameter, "quant_state", None)
+        tensors += [held, getattr(parameter, "SCB", None)]
+        if state is not None:
+            tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    for stage in strategy.stages.values():
+        # Where the scales of int8 weights go at the first forward pass.
+        tensors += [getattr(getattr(module, "state", None), "SCB", None) for module in stage.modules()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One predicted number of one rank beside the measured one, in ``unit``."""
+
+    rank: int
+    what: str
+    predicted: float
+    measured: float
+    unit: str = "bytes"
+
+    @property
+    def relative_error(self) -> float | None:
+        """(predicted - measured) / measured; None where nothing was measured."""
+        return (self.predicted - self.measured) / self.measured if self.measured else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the run's record."""
+        return {**asdict(self), "relative_error": self.relative_error}
+
+
+def compare(plan: Plan, measured: list[MeasuredMemory]) -> list[Comparison]:
+    """Prediction beside measurement, by rank of the whole run; empty where nothing was predicted."""
+    memory = plan.memory
+    if memory is None:
+        return []
+    found = []
+    for rank, seen in enumerate(measured):
+        row = plan.ranks[rank // plan.replicas]
+        cards = [card for card in memory.cards if card.rank == row.rank]
+        found += [
+            Comparison(rank, "weights", row.weight_bytes + (row.host_bytes if plan.offload_parameters != "none" else 0), seen.weight_bytes),
+            Comparison(rank, "gradients", row.gradient_bytes, seen.gradient_bytes),
+            Comparison(rank, "optimizer", row.optimizer_bytes, seen.optimizer_bytes),
+        ]
+        if plan.device_type == "cuda":
+            found.append(Comparison(rank, "peak on the card", max(card.peak.total_bytes for card in cards), seen.peak_bytes))
+        elif memory.activations_known:
+            resident = sum(card.peak.total_bytes for card in cards) + memory.host_pinned_bytes[row.rank] + memory.host_pageable_bytes[row.rank]
+            found.append(Comparison(rank, "resident peak of the process", resident, seen.peak_bytes))
+        if seen.offloaded_bytes:
+            found.append(Comparison(rank, "offloaded", row.host_bytes, seen.offloaded_bytes))
+    return found
+
+
+def comparison_rows(comparisons: list[Comparison]) -> list[tuple[str, ...]]:
+    """For a table of ``MEASURED_COLUMNS``; bytes as MiB."""
+    rows = []
+    for entry in comparisons:
+        size, unit = (MIB, "MiB") if entry.unit == "bytes" else (1, entry.unit)
+        error = "-" if entry.relative_error is None else f"{entry.relative_error:+.1%}"
+        rows.append((str(entry.rank), entry.what, unit, f"{entry.predicted / size:,.1f}", f"{entry.measured / size:,.1f}", error))
+    return rows

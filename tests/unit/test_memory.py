@@ -1,0 +1,273 @@
+"""The memory prediction without processes: what is measured, what is derived from it, what is refused, what a person reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpfinetune.config import RunConfig, config_from_dict
+from mpfinetune.errors import LaunchError, ModelError
+from mpfinetune.models.costs import CostMeter, CostQuestion, ModelCosts, PartCost
+from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.models.fake_kernels import CudaAttention
+from mpfinetune.models.fake_run import Ledger
+from mpfinetune.models.stage import StageSpan
+from mpfinetune.planning.activations import stage_cost, step_peak
+from mpfinetune.planning.memory import predict_memory
+from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan, host_line, memory_rows
+from mpfinetune.planning.plan import Plan, World, make_plan
+from mpfinetune.planning.schedule import one_f_one_b_order
+from mpfinetune.strategies.orders import schedule_orders
+from mpfinetune.training.forecast import Forecast
+from mpfinetune.training.loss import loss_sum_for
+from mpfinetune.training.memory import MeasuredMemory, compare, comparison_rows, plan_with_memory, refuse_what_cannot_fit
+from tests.families import task_of, tiny_config
+
+ROWS, TOKENS = 2, 16
+
+
+@cache
+def facts_of(family: str) -> ModelFacts:
+    return inspect_model(tiny_config(family), task_of(family))
+
+
+def meter_of(family: str, **changes: Any) -> CostMeter:
+    facts = facts_of(family)
+    names = frozenset(facts.canonical_name(name) for name in facts.parameters)
+    asked = {"task": task_of(family), "attention": "auto", "dtype": torch.float32, "learning": names, **changes}
+    return CostMeter(tiny_config(family), facts, CostQuestion(**asked), loss_sum_for(task_of(family), 2))
+
+
+@cache
+def costs_of(family: str) -> ModelCosts:
+    return meter_of(family).measure(ROWS, TOKENS)
+
+
+def config_of(**changes: Any) -> RunConfig:
+    base = {"model": {"path": "x", "task": "causal_lm"}, "data": {"path": "x.txt", "max_length": TOKENS}, "run_dir": "x"}
+    return config_from_dict({**base, "batch": {"global_size": 8, "micro_size": ROWS}, **changes})
+
+
+def planned(world: World | None = None, family: str = "llama", host: int | None = None, cards: tuple[int, ...] = (), **changes: Any) -> Plan:
+    """A plan with its memory for cards and a host of given sizes."""
+    config, facts, world = config_of(**changes), facts_of(family), world or World("cpu", 2, 2)
+    plan = make_plan(config, facts, world)
+    costs = costs_of(family)
+    orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches) if plan.strategy == "pipeline" else {}
+    return replace(plan, memory=predict_memory(config, facts, plan, world, costs, orders, cards, host))
+
+
+def memory_of(plan: Plan) -> MemoryPlan:
+    assert plan.memory is not None
+    return plan.memory
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_what_is_kept_grows_along_a_straight_line_and_a_size_is_run_once(family: str) -> None:
+    meter = meter_of(family)
+    two, four, six = (meter.measure(rows, TOKENS).saved_bytes for rows in (2, 4, 6))
+    assert six - four == four - two > 0
+    assert meter.measure(2, TOKENS) is meter.measure(2, TOKENS)
+
+
+def test_blocks_of_the_same_build_are_measured_once_and_others_apart() -> None:
+    assert meter_of("llama")._like == [0, 0, 0, 0]
+    assert meter_of("gemma2")._like == [0, 1, 0, 1]  # every other one has a sliding window
+    facts = facts_of("llama")
+    last = frozenset(name for name in facts.parameters if name.startswith("model.layers.3.") or name == "lm_head.weight")
+    meter = meter_of("llama", learning=last)
+    assert meter._like == [0, 0, 0, 3]
+    costs = meter.measure(ROWS, TOKENS)
+    assert [block.saved_bytes > 0 for block in costs.blocks] == [False, False, False, True]
+    assert costs.blocks[0].backward_flops == 0 < costs.blocks[3].backward_flops
+
+
+def test_flops_of_a_block_are_those_of_its_products() -> None:
+    block = costs_of("llama").blocks[0]
+    width, inner, keys = 32, 48, 16
+    products = 2 * ROWS * TOKENS * (2 * width * width + 2 * width * keys + 3 * width * inner)
+    attention = 2 * 2 * ROWS * TOKENS * TOKENS * width
+    assert block.forward_flops == products + attention
+    assert block.backward_flops >= 2 * products + 2 * attention
+    assert block.boundary_bytes == 4 * ROWS * TOKENS * width
+
+
+def test_a_card_with_fused_attention_keeps_no_square_matrix_but_the_mask_and_an_old_one_does() -> None:
+    def saved(tokens: int, capability: tuple[int, int] | None = None) -> int:
+        return meters[capability].measure(ROWS, tokens).blocks[0].saved_bytes
+
+    meters = {c: meter_of("llama", target="cuda", dtype=torch.bfloat16, capability=c) for c in (None, (7, 5))}
+    heads, square = 4, ROWS * 2 * (64 * 64 - 2 * 32 * 32)
+    # Every block keeps the mask as numbers to add.
+    assert saved(64) - 2 * saved(32) == square
+    # bf16 below compute capability 8.0: plain products, with the weights of the attention.
+    assert saved(64, (7, 5)) - 2 * saved(32, (7, 5)) >= heads * square
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "grouped", "fused"),
+    [
+        (torch.bfloat16, (8, 0), True, True), (torch.float16, None, True, True), (torch.float32, (8, 0), False, True),
+        (torch.float32, (8, 0), True, False), (torch.float16, (7, 5), False, True), (torch.float16, (6, 1), True, False),
+    ],
+)  # fmt: skip
+def test_attention_kernel_of_a_card(dtype: torch.dtype, capability: tuple[int, int] | None, grouped: bool, fused: bool) -> None:
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 16, 8, dtype=dtype, requires_grad=True)
+        key, value = (torch.empty(2, 2 if grouped else 4, 16, 8, dtype=dtype) for _ in range(2))
+        ledger = Ledger(())
+        with CudaAttention(ledger, capability):
+            output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        assert output.shape == query.shape
+        assert (type(output.grad_fn).__name__ == "_FusedAttentionBackward") == fused
+        output.sum().backward()
+        assert query.grad is not None and query.grad.shape == query.shape
+
+
+def test_a_model_without_a_chain_of_blocks_is_one_part() -> None:
+    facts = inspect_model(tiny_config("albert"), "sequence_classification")
+    names = frozenset(facts.canonical_name(name) for name in facts.parameters)
+    question = CostQuestion("sequence_classification", "auto", torch.float32, names)
+    costs = CostMeter(tiny_config("albert", num_labels=2), facts, question, loss_sum_for("sequence_classification", 2)).measure(ROWS, TOKENS)
+    assert len(costs.parts) == 2 and costs.blocks == () and costs.prologue == replace(PartCost("prologue"), boundary_bytes=0)
+    assert costs.epilogue.saved_bytes > 0
+
+
+MADE_UP = ModelCosts(
+    rows=1,
+    tokens=1,
+    parts=(
+        PartCost("prologue", 5, 0, 10, 12, 30, 12),
+        *(PartCost(f"block {index}", 100, 10, 10, 120, 150, 40) for index in range(4)),
+        PartCost("epilogue", 50, 10, 40, 90, 95, 60),
+    ),
+    side_input_bytes=7,
+    side_saved_bytes=3,
+)
+
+
+def test_a_stage_keeps_what_its_parts_keep() -> None:
+    first = stage_cost(MADE_UP, StageSpan(0, 2, True, False), frozenset(), False, {})
+    last = stage_cost(MADE_UP, StageSpan(2, 4, False, True), frozenset(), False, {})
+    assert first.kept_bytes == 3 + 5 + 110 + 110 + 10  # side, prologue, blocks with their inputs, the output until it is needed no more
+    assert last.kept_bytes == 3 + 100 + 110 + 60  # the first input lies in the receive buffer
+    assert last.saved_bytes == 3 + 110 + 110 + 60
+    recomputed = stage_cost(MADE_UP, StageSpan(0, 2, True, False), frozenset({0, 1}), False, {})
+    assert recomputed.kept_bytes == 7 + 5 + 10 + 10 + 10  # side inputs and inputs are given again
+    assert recomputed.parts[1].backward_peak_bytes == 7 + 5 + 10 + 150  # what recompute makes again is in the backward peak
+    offloaded = stage_cost(MADE_UP, StageSpan(0, 2, True, False), frozenset({0, 1}), True, {})
+    assert offloaded.kept_bytes == 7 + 5 + 10
+
+
+@pytest.mark.parametrize(("rank", "most"), [(0, 4), (1, 3), (2, 2), (3, 1)])
+def test_1f1b_holds_fewer_microbatches_towards_the_end(rank: int, most: int) -> None:
+    cost = stage_cost(MADE_UP, StageSpan(rank, rank + 1, rank == 0, rank == 3), frozenset(), False, {})
+    peak = step_peak(one_f_one_b_order(rank, 4, 8), {rank: cost})
+    assert peak.in_flight == ((rank, most),) and peak.most_kept_bytes == most * cost.kept_bytes
+    assert step_peak(one_f_one_b_order(rank, 4, 2), {rank: cost}).in_flight == ((rank, min(most, 2)),)
+
+
+def test_gradients_count_from_the_first_backward_pass_on() -> None:
+    cost = stage_cost(MADE_UP, StageSpan(0, 4, True, True), frozenset(), False, {"epilogue": 1000, "block 3": 500})
+    alone = step_peak([(0, "F", 0), (0, "B", 0)], {0: cost})
+    assert alone.gradient_bytes == 1500 and alone.workspace_bytes == cost.parts[-3].backward_peak_bytes
+    two = step_peak([(0, "F", 0), (0, "B", 0), (0, "F", 1), (0, "B", 1)], {0: cost})
+    assert two.total_bytes == 1500 + cost.parts[-1].backward_peak_bytes
+
+
+def test_a_split_backward_pass_holds_the_last_stage_to_the_end() -> None:
+    cost = stage_cost(MADE_UP, StageSpan(3, 4, False, True), frozenset(), False, {})
+    order = [(3, kind, index) for index in range(3) for kind in ("F", "I", "W")]
+    assert step_peak(order, {3: cost}, last_stage=3).in_flight == ((3, 3),)
+    assert step_peak(order, {3: cost}, last_stage=7).in_flight == ((3, 1),)
+
+
+def test_phases_tell_when_each_card_is_fullest() -> None:
+    plan = planned()
+    for row, card in zip(plan.ranks, memory_of(plan).cards, strict=True):
+        steady, update, first = card.phase("step"), card.phase("update"), card.phase("first step")
+        assert (update.weight_bytes, update.gradient_bytes, update.optimizer_bytes) == (row.weight_bytes, row.gradient_bytes, row.optimizer_bytes)
+        assert first.optimizer_bytes == 0 and first.total_bytes < steady.total_bytes
+        assert card.phase("load").total_bytes == row.weight_bytes
+        assert card.phase("save").gradient_bytes == card.phase("evaluation").gradient_bytes == 0
+        assert card.peak is max(card.phases, key=lambda phase: phase.total_bytes)
+        assert steady.activation_bytes > 0 and steady.workspace_bytes > 0 and steady.buffer_bytes > 0
+        assert card.context_bytes == 0 and card.fits is None
+    bf16 = memory_of(planned(precision="bf16")).cards[0]
+    assert bf16.phase("first step").optimizer_bytes == 2 * bf16.phase("load").weight_bytes  # the masters are there from the start
+
+
+def test_recompute_and_fewer_rows_take_less() -> None:
+    def activations(**changes: Any) -> int:
+        return memory_of(planned(**changes)).cards[0].phase("step").activation_bytes
+
+    assert activations(recompute="full") < activations(recompute="every_2") < activations()
+    assert activations(schedule="gpipe") > activations()
+
+
+def test_offloaded_states_are_the_hosts() -> None:
+    changes: dict[str, Any] = {"strategy": "pipeline", "offload": {"optimizer": "cpu"}}
+    plain, plan = memory_of(planned()), planned(**changes)
+    assert memory_of(plan).cards[0].phase("update").optimizer_bytes == 0
+    assert memory_of(plan).host_pageable_bytes[0] - plain.host_pageable_bytes[0] == plan.ranks[0].host_bytes > 0
+    on_cards = planned(World("cuda", 2), precision="bf16", **changes)
+    assert memory_of(on_cards).host_pinned_bytes[0] >= on_cards.ranks[0].host_bytes > 0
+    assert memory_of(on_cards).cards[0].context_bytes == 450 * MIB
+
+
+def test_what_cannot_fit_is_refused_with_the_keys_to_change() -> None:
+    with pytest.raises(LaunchError, match=r"need 1\.\d GiB of host memory, but it has 0\.5 GiB \(device: cpu\); take a smaller model, batch"):
+        refuse_what_cannot_fit(planned(host=GIB // 2))
+    refuse_what_cannot_fit(planned(host=64 * GIB))
+    two_cards = World("cuda", 2)
+    with pytest.raises(LaunchError, match=r"rank 0 would hold 0\.4 GiB of weights, gradients and optimizer states on a card of 0\.4 GiB; use more"):
+        refuse_what_cannot_fit(planned(two_cards, cards=(450 * MIB, 24 * GIB)))
+    # What is estimated is only warned of.
+    tight = planned(two_cards, cards=(450 * MIB + 700_000, 24 * GIB), batch={"global_size": 64, "micro_size": 2})
+    card = memory_of(tight).cards[0]
+    assert card.fits is False and memory_of(tight).cards[1].fits is True
+    refuse_what_cannot_fit(tight)
+    assert memory_rows(memory_of(tight))[0][-1].endswith("TOO SMALL")
+
+
+def test_a_person_reads_one_row_per_card_and_the_file_has_all() -> None:
+    plan = planned(host=64 * GIB)
+    rows = memory_rows(memory_of(plan))
+    assert [len(row) for row in rows] == [len(MEMORY_COLUMNS)] * 2 and [row[6] for row in rows] == ["2", "1"]
+    assert "of 64.0 GiB here" in host_line(memory_of(plan))
+    written = json.loads(plan.to_json())["memory"]
+    assert [phase["name"] for phase in written["cards"][0]["phases"]] == ["load", "first step", "step", "update", "evaluation", "save"]
+
+
+def test_a_model_that_cannot_be_measured_is_planned_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> ModelCosts:
+        raise ModelError("the model (llama) cannot be measured with fake tensors: because")
+
+    monkeypatch.setattr(CostMeter, "measure", fail)
+    config, world = config_of(), World("cpu", 2, 2)
+    forecast = Forecast(config, tiny_config("llama"), facts_of("llama"), world, 2)
+    plan = plan_with_memory(config, facts_of("llama"), make_plan(config, facts_of("llama"), world), world, lambda: forecast.meter)
+    assert plan.notes == (
+        "memory: the model (llama) cannot be measured with fake tensors: because; the prediction is without activations and workspace",
+    )
+    memory = memory_of(plan)
+    assert not memory.activations_known and memory.cards[0].phase("step").activation_bytes == 0 < memory.cards[0].phase("step").weight_bytes
+
+
+def test_prediction_and_measurement_side_by_side() -> None:
+    plan = planned()
+    rows = plan.ranks
+    measured = [MeasuredMemory(row.weight_bytes, row.gradient_bytes * 2, row.optimizer_bytes, 0, GIB) for row in rows]
+    found = compare(plan, measured)
+    assert [(entry.rank, entry.what) for entry in found[:4]] == [
+        (0, "weights"), (0, "gradients"), (0, "optimizer"), (0, "resident peak of the process"),
+    ]  # fmt: skip
+    assert [entry.relative_error for entry in found[:3]] == [0.0, -0.5, 0.0]
+    assert comparison_rows(found)[1][-1] == "-50.0%" and found[1].as_dict()["unit"] == "bytes"
+    assert compare(replace(plan, memory=None), measured) == []
