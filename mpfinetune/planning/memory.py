@@ -24,8 +24,9 @@ from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, pr
 CUDA_CONTEXT_BYTES = 450 * MIB
 # Share of what comes and goes that the caching allocator cannot reuse.
 FRAGMENTATION = 0.05
-# Resident bytes of a process that has imported torch, transformers and the engine, before the model; with CUDA's libraries.
-PROCESS_BYTES = {"cpu": 700 * MIB, "cuda": 2 * GIB}
+# Resident bytes of a process that has imported torch, transformers and its data, before the model (500 to 560 MiB on Linux with torch 2.13);
+# CUDA's libraries come on top.
+PROCESS_BYTES = {"cpu": 550 * MIB, "cuda": 2 * GIB}
 # torch's pipeline keeps receive buffers of other lengths for later (strategies/pipeline.py drops the oldest beyond this).
 CACHED_BUFFER_BYTES = 256 * MIB
 # DeepSpeed's buckets as strategies/deepspeed_config.py sets them: elements in fp32.
@@ -241,9 +242,12 @@ def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tu
     pinned = 0
     if plan.device_type == "cuda":
         pinned = row.host_bytes + (4 * largest if plan.offload_optimizer != "none" else 0)
-    pageable = PROCESS_BYTES[plan.device_type] + (row.host_bytes if plan.device_type == "cpu" else 0)
-    # A weight is read, cast and quantised one by one.
-    pageable += largest * (4 + {"fp32": 4, "bf16": 2, "fp16": 2}[config.precision])
+    pageable = PROCESS_BYTES[plan.device_type]
+    if plan.device_type == "cpu":
+        pageable += row.host_bytes
+    else:
+        # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
+        pageable += largest * (4 + {"fp32": 4, "bf16": 2, "fp16": 2}[config.precision])
     return pinned, pageable + _offloaded_inputs(config, facts, plan, row)
 
 
