@@ -127,7 +127,7 @@ def inject_fake_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterCo
 
 
 def _adapter_parameters(model: nn.Module, layers: list[str]) -> dict[str, nn.Parameter]:
-    found = {}
+    found: dict[str, nn.Parameter] = {}
     for name in layers:
         layer: Any = model.get_submodule(name)
         for part in layer.adapter_layer_names:

@@ -194,7 +194,9 @@ class Observer:
     def numbers(self, part: int) -> dict[str, int]:
         """What was seen of a part, by the names of ``costs.PartCost``."""
         ledger = self._ledger
-        forward, backward, evaluation = ("forward", part), ("backward", part), ("evaluation", part)
+        forward: tuple[Phase, int] = ("forward", part)
+        backward: tuple[Phase, int] = ("backward", part)
+        evaluation: tuple[Phase, int] = ("evaluation", part)
         # The backward pass of a part begins when all later ones are over: what is kept then is what was kept when its forward ended.
         before = self._saved_after.get(part, 0) - self._own[part]
         return {

@@ -232,8 +232,18 @@ def _share_of(step: StepPeak, facts: ModelFacts, plan: Plan, device: int) -> Ste
     numel = {name: part.numel for name, part in facts.parameters.items() if part.part == "block"} or {n: p.numel for n, p in facts.parameters.items()}
     here = sum(size for name, size in numel.items() if placement.device_of(name) == device)
     whole = max(1, sum(numel.values()))
-    numbers = (step.activation_bytes, step.workspace_bytes, step.gradient_bytes, step.most_kept_bytes, step.most_saved_bytes)
-    return StepPeak(*(number * here // whole for number in numbers), in_flight=step.in_flight)
+
+    def part(number: int) -> int:
+        return number * here // whole
+
+    return StepPeak(
+        activation_bytes=part(step.activation_bytes),
+        workspace_bytes=part(step.workspace_bytes),
+        gradient_bytes=part(step.gradient_bytes),
+        most_kept_bytes=part(step.most_kept_bytes),
+        most_saved_bytes=part(step.most_saved_bytes),
+        in_flight=step.in_flight,
+    )
 
 
 def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tuple[int, int]:

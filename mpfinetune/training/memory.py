@@ -219,7 +219,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory]) -> list[Comparison]:
 
 def comparison_rows(comparisons: list[Comparison]) -> list[tuple[str, ...]]:
     """For a table of ``MEASURED_COLUMNS``; bytes as MiB."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for entry in comparisons:
         size, unit = (MIB, "MiB") if entry.unit == "bytes" else (1, entry.unit)
         error = "-" if entry.relative_error is None else f"{entry.relative_error:+.1%}"
