@@ -111,7 +111,8 @@ class Kept:
     """A tensor that autograd keeps, until it lets go of it."""
 
     def __init__(self, observer: Observer, tensor: Tensor) -> None:
-        self.observer, self.tensor = observer, tensor
+        # Detached: an operation that keeps its own output would else hold itself for ever where its backward pass is never run.
+        self.observer, self.tensor = observer, tensor.detach()
         observer.keep(tensor)
 
     def __del__(self) -> None:

@@ -18,7 +18,7 @@ from mpfinetune.planning.activations import StageCost, StepPeak, stage_cost, ste
 from mpfinetune.planning.memory_plan import GIB, MIB, CardMemory, MemoryPlan, PhaseMemory
 from mpfinetune.planning.plan import Plan, RankPlan, World
 from mpfinetune.planning.schedule import Action
-from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, precision_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, optimizer_bytes, precision_bytes, weight_bytes
 
 # CUDA's context with torch's kernels and cuBLAS' workspace: 300 to 600 MiB on cards of the last ten years.
 CUDA_CONTEXT_BYTES = 450 * MIB
@@ -115,7 +115,7 @@ def card_memory(
     if costs is not None:
         stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage) for stage in stages}
         if plan.strategy == "pipeline":
-            step, buffers = step_peak(orders[rank], stage_costs, plan.num_stages - 1), _buffers(config, plan, costs, stages)
+            step, buffers = step_peak(orders[rank], stage_costs), _buffers(config, plan, costs, stages)
         else:
             order = whole_model_order(plan.microbatches, at_once=plan.num_stages > 1)
             step = step_peak([(stages[0], kind, index) for _, kind, index in order], stage_costs)
@@ -215,14 +215,13 @@ def _phases(config: RunConfig, plan: Plan, static: _Static, step: StepPeak, eval
 
 
 def _engine_bytes(plan: Plan, static: _Static) -> int:
-    """DeepSpeed's own buffers on the card: the bucket for sums over replicas, the largest gradient on its way to the host, gathered weights."""
+    """DeepSpeed's own buffers on the card: the bucket that gradients go through, the largest gradient on its way to the host, gathered weights."""
     if not plan.zero_stage:
         return 0
-    sums = BUCKET_BYTES if plan.replicas > 1 or plan.zero_stage >= 2 else 0
-    moving = 4 * static.largest if plan.offload_optimizer != "none" else 0
-    whole = plan.total_parameters * {"fp32": 4, "bf16": 2, "fp16": 2}[plan.precision]
-    gathered = min(whole, LIVE_PARAMETERS * whole // max(1, plan.total_parameters)) if plan.zero_stage == 3 else 0
-    return sums + moving + gathered
+    size = TYPE_BYTES[plan.precision]
+    moving = size * static.largest if plan.offload_optimizer != "none" else 0
+    gathered = size * min(plan.total_parameters, LIVE_PARAMETERS) if plan.zero_stage == 3 else 0
+    return BUCKET_BYTES + moving + gathered
 
 
 def _share_of(step: StepPeak, facts: ModelFacts, plan: Plan, device: int) -> StepPeak:
@@ -251,13 +250,13 @@ def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tu
     largest = max((part.numel for part in facts.parameters.values()), default=0)
     pinned = 0
     if plan.device_type == "cuda":
-        pinned = row.host_bytes + (4 * largest if plan.offload_optimizer != "none" else 0)
+        pinned = row.host_bytes + (TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0)
     pageable = PROCESS_BYTES[plan.device_type]
     if plan.device_type == "cpu":
         pageable += row.host_bytes
     else:
         # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
-        pageable += largest * (4 + {"fp32": 4, "bf16": 2, "fp16": 2}[config.precision])
+        pageable += largest * (4 + TYPE_BYTES[config.precision])
     return pinned, pageable + _offloaded_inputs(config, facts, plan, row)
 
 
@@ -266,7 +265,7 @@ def _offloaded_inputs(config: RunConfig, facts: ModelFacts, plan: Plan, row: Ran
     if config.recompute != "offload":
         return 0
     blocks = sum(_blocks(plan.spans[stage]) for stage in row.stages)
-    hidden = plan.micro_size * config.data.max_length * facts.hidden_size * {"fp32": 4, "bf16": 2, "fp16": 2}[config.precision]
+    hidden = plan.micro_size * config.data.max_length * facts.hidden_size * TYPE_BYTES[config.precision]
     return blocks * hidden * min(plan.microbatches, plan.num_stages)
 
 

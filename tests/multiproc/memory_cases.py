@@ -110,7 +110,8 @@ class SavedBytes:
 
 class _Kept:
     def __init__(self, ledger: SavedBytes, tensor: Tensor) -> None:
-        self.ledger, self.tensor = ledger, tensor
+        # Detached: an operation that keeps its own output would else hold itself for ever where its backward pass is never run (split backward).
+        self.ledger, self.tensor = ledger, tensor.detach()
         ledger.add(tensor)
 
     def __del__(self) -> None:

@@ -180,11 +180,11 @@ def test_gradients_count_from_the_first_backward_pass_on() -> None:
     assert two.total_bytes == 1500 + cost.parts[-1].backward_peak_bytes
 
 
-def test_a_split_backward_pass_holds_the_last_stage_to_the_end() -> None:
+def test_a_split_backward_pass_holds_a_microbatch_to_the_weights_half() -> None:
     cost = stage_cost(MADE_UP, StageSpan(3, 4, False, True), frozenset(), False, {})
-    order = [(3, kind, index) for index in range(3) for kind in ("F", "I", "W")]
-    assert step_peak(order, {3: cost}, last_stage=3).in_flight == ((3, 3),)
-    assert step_peak(order, {3: cost}, last_stage=7).in_flight == ((3, 1),)
+    order = [(3, kind, index) for index in range(3) for kind in ("F", "I")] + [(3, "W", index) for index in range(3)]
+    assert step_peak(order, {3: cost}).in_flight == ((3, 3),)
+    assert step_peak([(3, kind, index) for index in range(3) for kind in ("F", "I", "W")], {3: cost}).in_flight == ((3, 1),)
 
 
 def test_phases_tell_when_each_card_is_fullest() -> None:
