@@ -267,9 +267,10 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     from mpfinetune.training.run import show_plan
 
     as_rank = launched_by_torchrun()
-    # One process says what is expected, before and after.
-    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None, with_memory=os.environ.get("RANK", "0") == "0")
     started_here = os.environ.get(_STARTED_HERE) == "1"
+    # Ranks by torchrun must all refuse alike; of those started here one is enough, which sets it beside what was measured.
+    with_memory = not started_here or os.environ.get("RANK", "0") == "0"
+    planned = plan_run(settings, environment_int("WORLD_SIZE") if as_rank else None, with_memory)
     if started_here:
         end_with_launcher()
     if not started_here:

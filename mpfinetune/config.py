@@ -67,9 +67,7 @@ class ModelConfig:
         "pretrained", "`random` draws the weights from train.seed and needs config.json only; for tests, benchmarks and training from scratch."
     )
     tokenizer: str | None = option(None, "Folder or hub id of the tokenizer. Default: model.path.")
-    attention: Literal["auto", "sdpa", "eager"] = option(
-        "auto", "Attention kernel (transformers' attn_implementation). `auto`: sdpa where the model has it."
-    )
+    attention: Literal["auto", "sdpa", "eager"] = option("auto", "transformers' attn_implementation. `auto`: sdpa where the model has it.")
     overrides: dict[str, Any] = option(
         {}, "Keys of the model's own config.json to change, for example {hidden_dropout_prob: 0.0}. Exported with the model."
     )

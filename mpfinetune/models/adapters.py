@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,11 @@ def inject_fake_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterCo
     """The same for a model of fake tensors, which peft's own cast to the base's type cannot handle: made on meta, then fake in fp32."""
     import peft
 
-    # Outside the mode, where meta is no fake device.
-    peft.inject_adapter_in_model(_lora_config(facts, adapter, layers), model, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        # Stand-ins of quantised layers are plain ones, for which peft puts gpt2's fan_in_fan_out right with a warning.
+        warnings.simplefilter("ignore", UserWarning)
+        # Outside the mode, where meta is no fake device.
+        peft.inject_adapter_in_model(_lora_config(facts, adapter, layers), model, low_cpu_mem_usage=True)
     for name, parameter in _adapter_parameters(model, layers).items():
         owner, _, leaf = name.rpartition(".")
         with fake:
@@ -123,7 +127,7 @@ def inject_fake_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterCo
 
 
 def _adapter_parameters(model: nn.Module, layers: list[str]) -> dict[str, nn.Parameter]:
-    found = {}
+    found: dict[str, nn.Parameter] = {}
     for name in layers:
         layer: Any = model.get_submodule(name)
         for part in layer.adapter_layer_names:

@@ -101,7 +101,7 @@ class QuantisedStandIn(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, dtype: torch.dtype, keeps_input: bool) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=dtype)
-        self.bias = bias
+        self.bias = bias  # type: ignore[assignment]  # as torch's own where bias=False
         self.keeps_input = keeps_input
 
     def forward(self, input: Tensor) -> Tensor:

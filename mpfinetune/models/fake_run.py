@@ -111,7 +111,8 @@ class Kept:
     """A tensor that autograd keeps, until it lets go of it."""
 
     def __init__(self, observer: Observer, tensor: Tensor) -> None:
-        self.observer, self.tensor = observer, tensor
+        # Detached: an operation that keeps its own output would else hold itself for ever where its backward pass is never run.
+        self.observer, self.tensor = observer, tensor.detach()
         observer.keep(tensor)
 
     def __del__(self) -> None:
@@ -194,7 +195,9 @@ class Observer:
     def numbers(self, part: int) -> dict[str, int]:
         """What was seen of a part, by the names of ``costs.PartCost``."""
         ledger = self._ledger
-        forward, backward, evaluation = ("forward", part), ("backward", part), ("evaluation", part)
+        forward: tuple[Phase, int] = ("forward", part)
+        backward: tuple[Phase, int] = ("backward", part)
+        evaluation: tuple[Phase, int] = ("evaluation", part)
         # The backward pass of a part begins when all later ones are over: what is kept then is what was kept when its forward ended.
         before = self._saved_after.get(part, 0) - self._own[part]
         return {

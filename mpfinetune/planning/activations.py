@@ -96,13 +96,8 @@ def stage_cost(
     return StageCost(tuple(moments), base + leaving, saved)
 
 
-def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost], last_stage: int | None = None) -> StepPeak:
-    """Walk through a rank's actions; the gradients' sums come into being in each stage's first backward pass.
-
-    Args:
-        last_stage: of the pipeline. Where its backward pass is split, torch's runtime holds the graph of every microbatch to the end of the
-            step, by the list of losses.
-    """
+def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost]) -> StepPeak:
+    """Walk through a rank's actions; the gradients' sums come into being in each stage's first backward pass."""
     best, most, most_saved = StepPeak(), 0, 0
     held_bytes, saved_bytes, present_bytes = 0, 0, 0
     held: dict[int, int] = dict.fromkeys(stages, 0)
@@ -123,7 +118,6 @@ def step_peak(order: Sequence[Action], stages: Mapping[int, StageCost], last_sta
                 present_bytes += part.gradient_bytes
         if kind != "I":  # the split backward pass keeps all until the weights' half is over
             with_gradients.add(stage)
-        if kind == "B" or (kind == "W" and stage != last_stage):
             held_bytes, saved_bytes, held[stage] = others, saved_bytes - cost.saved_bytes, held[stage] - 1
     return replace(best, most_kept_bytes=most, most_saved_bytes=most_saved, in_flight=tuple(in_flight.items()))
 

@@ -18,14 +18,15 @@ from mpfinetune.planning.activations import StageCost, StepPeak, stage_cost, ste
 from mpfinetune.planning.memory_plan import GIB, MIB, CardMemory, MemoryPlan, PhaseMemory
 from mpfinetune.planning.plan import Plan, RankPlan, World
 from mpfinetune.planning.schedule import Action
-from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes, precision_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, optimizer_bytes, precision_bytes, weight_bytes
 
 # CUDA's context with torch's kernels and cuBLAS' workspace: 300 to 600 MiB on cards of the last ten years.
 CUDA_CONTEXT_BYTES = 450 * MIB
 # Share of what comes and goes that the caching allocator cannot reuse.
 FRAGMENTATION = 0.05
-# Resident bytes of a process that has imported torch, transformers and the engine, before the model; with CUDA's libraries.
-PROCESS_BYTES = {"cpu": 700 * MIB, "cuda": 2 * GIB}
+# Resident bytes of a process that has imported torch, transformers and its data, before the model (500 to 560 MiB on Linux with torch 2.13);
+# CUDA's libraries come on top.
+PROCESS_BYTES = {"cpu": 550 * MIB, "cuda": 2 * GIB}
 # torch's pipeline keeps receive buffers of other lengths for later (strategies/pipeline.py drops the oldest beyond this).
 CACHED_BUFFER_BYTES = 256 * MIB
 # DeepSpeed's buckets as strategies/deepspeed_config.py sets them: elements in fp32.
@@ -114,7 +115,7 @@ def card_memory(
     if costs is not None:
         stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage) for stage in stages}
         if plan.strategy == "pipeline":
-            step, buffers = step_peak(orders[rank], stage_costs, plan.num_stages - 1), _buffers(config, plan, costs, stages)
+            step, buffers = step_peak(orders[rank], stage_costs), _buffers(config, plan, costs, stages)
         else:
             order = whole_model_order(plan.microbatches, at_once=plan.num_stages > 1)
             step = step_peak([(stages[0], kind, index) for _, kind, index in order], stage_costs)
@@ -214,14 +215,13 @@ def _phases(config: RunConfig, plan: Plan, static: _Static, step: StepPeak, eval
 
 
 def _engine_bytes(plan: Plan, static: _Static) -> int:
-    """DeepSpeed's own buffers on the card: the bucket for sums over replicas, the largest gradient on its way to the host, gathered weights."""
+    """DeepSpeed's own buffers on the card: the bucket that gradients go through, the largest gradient on its way to the host, gathered weights."""
     if not plan.zero_stage:
         return 0
-    sums = BUCKET_BYTES if plan.replicas > 1 or plan.zero_stage >= 2 else 0
-    moving = 4 * static.largest if plan.offload_optimizer != "none" else 0
-    whole = plan.total_parameters * {"fp32": 4, "bf16": 2, "fp16": 2}[plan.precision]
-    gathered = min(whole, LIVE_PARAMETERS * whole // max(1, plan.total_parameters)) if plan.zero_stage == 3 else 0
-    return sums + moving + gathered
+    size = TYPE_BYTES[plan.precision]
+    moving = size * static.largest if plan.offload_optimizer != "none" else 0
+    gathered = size * min(plan.total_parameters, LIVE_PARAMETERS) if plan.zero_stage == 3 else 0
+    return BUCKET_BYTES + moving + gathered
 
 
 def _share_of(step: StepPeak, facts: ModelFacts, plan: Plan, device: int) -> StepPeak:
@@ -231,8 +231,18 @@ def _share_of(step: StepPeak, facts: ModelFacts, plan: Plan, device: int) -> Ste
     numel = {name: part.numel for name, part in facts.parameters.items() if part.part == "block"} or {n: p.numel for n, p in facts.parameters.items()}
     here = sum(size for name, size in numel.items() if placement.device_of(name) == device)
     whole = max(1, sum(numel.values()))
-    numbers = (step.activation_bytes, step.workspace_bytes, step.gradient_bytes, step.most_kept_bytes, step.most_saved_bytes)
-    return StepPeak(*(number * here // whole for number in numbers), in_flight=step.in_flight)
+
+    def part(number: int) -> int:
+        return number * here // whole
+
+    return StepPeak(
+        activation_bytes=part(step.activation_bytes),
+        workspace_bytes=part(step.workspace_bytes),
+        gradient_bytes=part(step.gradient_bytes),
+        most_kept_bytes=part(step.most_kept_bytes),
+        most_saved_bytes=part(step.most_saved_bytes),
+        in_flight=step.in_flight,
+    )
 
 
 def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tuple[int, int]:
@@ -240,10 +250,13 @@ def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tu
     largest = max((part.numel for part in facts.parameters.values()), default=0)
     pinned = 0
     if plan.device_type == "cuda":
-        pinned = row.host_bytes + (4 * largest if plan.offload_optimizer != "none" else 0)
-    pageable = PROCESS_BYTES[plan.device_type] + (row.host_bytes if plan.device_type == "cpu" else 0)
-    # A weight is read, cast and quantised one by one.
-    pageable += largest * (4 + {"fp32": 4, "bf16": 2, "fp16": 2}[config.precision])
+        pinned = row.host_bytes + (TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0)
+    pageable = PROCESS_BYTES[plan.device_type]
+    if plan.device_type == "cpu":
+        pageable += row.host_bytes
+    else:
+        # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
+        pageable += largest * (4 + TYPE_BYTES[config.precision])
     return pinned, pageable + _offloaded_inputs(config, facts, plan, row)
 
 
@@ -252,7 +265,7 @@ def _offloaded_inputs(config: RunConfig, facts: ModelFacts, plan: Plan, row: Ran
     if config.recompute != "offload":
         return 0
     blocks = sum(_blocks(plan.spans[stage]) for stage in row.stages)
-    hidden = plan.micro_size * config.data.max_length * facts.hidden_size * {"fp32": 4, "bf16": 2, "fp16": 2}[config.precision]
+    hidden = plan.micro_size * config.data.max_length * facts.hidden_size * TYPE_BYTES[config.precision]
     return blocks * hidden * min(plan.microbatches, plan.num_stages)
 
 

@@ -116,7 +116,13 @@ class Plan:
         return max(fewest, math.ceil(rows / multiple) * multiple)
 
     @property
-    def largest_micro_size(self) -> int:
+    def rows_to_measure(config: RunConfig) -> int:
+    """Rows in one forward pass to measure a model with: those of the run, or those with which probing begins."""
+    rows = config.batch.micro_size
+    return PROBE_START_ROWS if rows == "auto" else rows
+
+
+def largest_micro_size(self) -> int:
         """Most rows in one forward pass that strategy and schedule allow."""
         return largest_micro_size(self.strategy, self.schedule, self.pipeline_ranks, self.replicas, self.global_size)
 

@@ -13,7 +13,7 @@ from mpfinetune.models.trainable import trainable_names
 
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
 SMALLEST_EIGHT_BIT = 4096  # elements; bitsandbytes keeps the states of smaller parameters in 32 bits (min_8bit_size)
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def learning_names(config: RunConfig, facts: ModelFacts) -> frozenset[str]:
@@ -41,13 +41,13 @@ def weight_bytes(config: RunConfig, facts: ModelFacts, names: Iterable[str]) -> 
         if leaf == "weight" and owner in layers:
             total += quantised_bytes(layers[owner], config.quantize)
         else:
-            total += facts.parameters[name].numel * (4 if name in adapters else _BYTES[config.precision])
+            total += facts.parameters[name].numel * (4 if name in adapters else TYPE_BYTES[config.precision])
     return total
 
 
 def precision_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:
     """Bytes of one element of a parameter that is not quantised."""
-    return 4 if name in facts.adapter_names else _BYTES[config.precision]
+    return 4 if name in facts.adapter_names else TYPE_BYTES[config.precision]
 
 
 def master_bytes(config: RunConfig, facts: ModelFacts, name: str) -> int:

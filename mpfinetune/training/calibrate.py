@@ -19,6 +19,7 @@ from mpfinetune.dist import DistContext, environment_int, init_distributed, laun
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.stage import StageModule, StageSpan
+from mpfinetune.planning.plan import rows_to_measure
 from mpfinetune.planning.predict import update_bytes
 from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes
 from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes
@@ -69,7 +70,7 @@ class _Probe:
         self.facts = forecast.facts
         self.learning = learning_names(self.config, self.facts)
         self.loss_sum: LossSum = loss_sum_for(self.config.model.task, forecast.num_labels)
-        self.rows, self.tokens = self.config.batch.micro_size, self.config.data.max_length
+        self.rows, self.tokens = rows_to_measure(self.config), self.config.data.max_length
         self.update_rate = 0.0
 
     def rank_times(self) -> RankTimes:

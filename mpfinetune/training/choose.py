@@ -10,7 +10,7 @@ from typing import Any
 from mpfinetune.config import RunConfig, check_rules
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.planning.partition import NothingFits
-from mpfinetune.planning.plan import Plan
+from mpfinetune.planning.plan import Plan, rows_to_measure
 
 # Plans a config without anything left open, with memory and time.
 PlanOf = Callable[[RunConfig], Plan]
@@ -141,7 +141,7 @@ def _nothing_fits(closest: Candidate, plan_of: PlanOf) -> str:
 
 def closest_change(config: RunConfig, plan_of: PlanOf) -> str:
     """Of single changes the one after which the cards lack the least, in words; empty where none can be made."""
-    half = max(1, config.batch.micro_size // 2)
+    half = max(1, rows_to_measure(config) // 2)
     changes: list[tuple[tuple[str, Any], ...]] = [
         (("batch.micro_size", half),),
         (("data.max_length", max(2, config.data.max_length // 2)),),

@@ -17,7 +17,7 @@ from mpfinetune.errors import ModelError
 from mpfinetune.models.costs import CostMeter
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.planning.memory import card_memory
-from mpfinetune.planning.plan import Plan, World, with_prediction
+from mpfinetune.planning.plan import Plan, World, rows_to_measure, with_prediction
 from mpfinetune.planning.predict import Knowledge
 from mpfinetune.planning.schedule import Action
 from mpfinetune.planning.tensor_bytes import learning_names
@@ -93,8 +93,7 @@ class Forecast:
 
     def block_kinds(self) -> Sequence[int]:
         """A number for each block, equal for those that cost the same and hold parameters of the same sizes."""
-        rows = self.config.batch.micro_size
-        costs = self.meter.measure(1 if rows == "auto" else rows, self.config.data.max_length)
+        costs = self.meter.measure(rows_to_measure(self.config), self.config.data.max_length)
         learning = learning_names(self.config, self.facts)
         numbers: dict[Any, int] = {}
         found = []

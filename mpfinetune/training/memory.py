@@ -11,7 +11,6 @@ import psutil
 import torch
 
 from mpfinetune.config import RunConfig
-from mpfinetune.dist import host_memory_bytes
 from mpfinetune.errors import LaunchError, ModelError
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import CostMeter, CostQuestion
@@ -56,8 +55,14 @@ def cost_meter(
     return CostMeter(hf_config, facts, question, loss_sum_for(config.model.task, num_labels))
 
 
-def plan_with_memory(config: RunConfig, facts: ModelFacts, plan: Plan, world: World, meter: Callable[[], CostMeter]) -> Plan:
-    """The plan with its predicted bytes; where the model cannot be measured, with a note that activations are not known."""
+def plan_with_memory(
+    config: RunConfig, facts: ModelFacts, plan: Plan, world: World, meter: Callable[[], CostMeter], host_total_bytes: int | None = None
+) -> Plan:
+    """The plan with its predicted bytes; where the model cannot be measured, with a note that activations are not known.
+
+    Args:
+        host_total_bytes: memory of the host that the run will be on; None: not known.
+    """
     notes = plan.notes
     try:
         costs = meter().measure(plan.micro_size, config.data.max_length)
@@ -67,8 +72,9 @@ def plan_with_memory(config: RunConfig, facts: ModelFacts, plan: Plan, world: Wo
     orders = {}
     if plan.strategy == "pipeline":
         orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
-    sizes = [card.memory_bytes for card in world.cards] if plan.device_type == "cuda" else []
-    memory = predict_memory(config, facts, plan, world, costs, orders, sizes, host_memory_bytes())
+    # Replicas of a rank are beside each other.
+    sizes = [card.memory_bytes for card in world.cards[:: plan.replicas]] if plan.device_type == "cuda" else []
+    memory = predict_memory(config, facts, plan, world, costs, orders, sizes, host_total_bytes)
     return replace(plan, memory=memory, notes=(*notes, *_warnings(plan, memory)))
 
 
@@ -213,7 +219,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory]) -> list[Comparison]:
 
 def comparison_rows(comparisons: list[Comparison]) -> list[tuple[str, ...]]:
     """For a table of ``MEASURED_COLUMNS``; bytes as MiB."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for entry in comparisons:
         size, unit = (MIB, "MiB") if entry.unit == "bytes" else (1, entry.unit)
         error = "-" if entry.relative_error is None else f"{entry.relative_error:+.1%}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpfinetune.config import RunConfig
 from mpfinetune.data.batches import LengthRule, UpdateLoader
 from mpfinetune.data.tasks import GLUE_TASKS, LoadedData, choose_pad_token, load_rows
-from mpfinetune.dist import device_type, processes_per_host, visible_cards, visible_devices
+from mpfinetune.dist import device_type, host_memory_bytes, processes_per_host, visible_cards, visible_devices
 from mpfinetune.errors import ConfigError, ModelError
 from mpfinetune.models.adapters import facts_with_adapters
 from mpfinetune.models.architecture import load_hf_config, load_tokenizer, resolve_model_folder
@@ -124,7 +124,8 @@ def _planned(forecast: Forecast, with_memory: bool) -> Plan:
     if plan.zero_stage:
         engine_config(config, plan)  # expert keys that contradict the config are said now
     if with_memory:
-        plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter)
+        elsewhere = for_hardware and bool(config.hardware)
+        plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter, None if elsewhere else host_memory_bytes())
         plan = forecast.with_prediction(plan)
     return plan
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -207,6 +208,15 @@ def test_a_mistake_ends_with_one_message(work: Workspace, name: str) -> None:
     assert len(re.findall(r"^mpfinetune: .*error:", outcome.text, flags=re.MULTILINE)) == 1, outcome.text
     assert time.monotonic() - began < 10
     assert sorted(work.folder.rglob("*")) == before, "a refused run writes nothing"
+
+
+def test_a_host_with_too_little_memory_is_found_before_anything_starts(work: Workspace) -> None:
+    with mock.patch("mpfinetune.training.prepare.host_memory_bytes", return_value=2**28):
+        planned = command("plan", work.config(**PIPELINE))
+        outcome = command("train", work.config(**PIPELINE))
+    assert planned.code == 0 and "of host memory, but it has 0.2 GiB" in " ".join(planned.text.split())
+    assert outcome.code == 2 and "GiB of host memory, but it has 0.2 GiB (device: cpu); take a smaller model" in " ".join(outcome.text.split())
+    assert [path.name for path in work.run_dir().iterdir()] == ["plan.json"]
 
 
 def test_a_refused_run_leaves_an_earlier_one_alone(work: Workspace) -> None:

@@ -69,6 +69,8 @@ def test_a_run_leaves_what_the_design_says(work: Workspace) -> None:
     assert json.loads((run_dir / "plan.json").read_text())["strategy"] == "local"
     assert all(set(record) == UPDATE_FIELDS for record in updates(run_dir).values())
     assert all(set(metrics) == {"loss", "accuracy", "f1"} for metrics in evaluations(run_dir).values())
+    compared = {entry["what"]: entry["relative_error"] for entry in records(run_dir)[-1]["predicted_against_measured"]}
+    assert [compared[what] for what in ("weights", "gradients", "optimizer")] == [0, 0, 0] and "resident peak of the process" in compared
     assert {path.suffix for path in checkpoint_of(run_dir, 8).iterdir()} == {".safetensors", ".json"}, "nothing is pickled"
 
 
@@ -291,6 +293,7 @@ def test_a_rank_that_dies_ends_the_run_within_seconds(work: Workspace) -> None:
     rank_processes(process)[1].kill()
     outcome = finish(process, 30)
     assert outcome.code == 1 and "rank 1 was killed (signal 9)" in outcome.text, outcome.text
+    assert "the plan expected host memory: " in outcome.text, outcome.text
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from mpfinetune.data.batches import GlobalBatch, count_targets
 from mpfinetune.dist import DistContext, make_context
 from mpfinetune.models.adapters import facts_with_adapters
 from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.models.fake_run import Ledger
 from mpfinetune.planning.memory_plan import CardMemory
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.base import Strategy
@@ -109,7 +110,8 @@ class SavedBytes:
 
 class _Kept:
     def __init__(self, ledger: SavedBytes, tensor: Tensor) -> None:
-        self.ledger, self.tensor = ledger, tensor
+        # Detached: an operation that keeps its own output would else hold itself for ever where its backward pass is never run (split backward).
+        self.ledger, self.tensor = ledger, tensor.detach()
         ledger.add(tensor)
 
     def __del__(self) -> None:
@@ -125,6 +127,7 @@ class Numbers:
     optimizer: int
     offloaded: int
     saved: int
+    peak: int = 0  # of forward and backward passes, gradients included, weights and states left out; 0: not asked for
 
 
 def build(family: str, config: RunConfig, facts: ModelFacts, plan: Plan) -> Strategy:
@@ -142,18 +145,93 @@ def build(family: str, config: RunConfig, facts: ModelFacts, plan: Plan) -> Stra
 
 
 def compare(family: str, changes: dict[str, Any]) -> tuple[Numbers, Numbers]:
-    """(predicted, measured) of this rank over two updates."""
-    world_size = dist.get_world_size() if dist.is_initialized() and changes.get("strategy", "local") != "local" else 1
-    config, facts, plan = planned(family, changes, world_size)
+    """(predicted, measured) of this rank over two updates; in one process also the peak of the passes."""
+    alone = changes.get("strategy", "local") == "local"
+    config, facts, plan = planned(family, changes, 1 if alone else dist.get_world_size())
     strategy = build(family, config, facts, plan)
     assert plan.memory is not None and plan.memory.activations_known, plan.notes
     card: CardMemory = plan.memory.cards[strategy.context.pipeline_rank]
-    update = card.phase("update")
+    update, step = card.phase("update"), card.phase("step")
     row = plan.ranks[strategy.context.pipeline_rank]
-    predicted = Numbers(update.weight_bytes, update.gradient_bytes, update.optimizer_bytes, row.host_bytes, card.saved_bytes)
+    passes = step.gradient_bytes + step.activation_bytes + step.workspace_bytes if alone else 0
+    predicted = Numbers(update.weight_bytes, update.gradient_bytes, update.optimizer_bytes, row.host_bytes, card.saved_bytes, passes)
     batch = full_batch(family)
     strategy.train_step(batch, 1e-4)
     with SavedBytes(list(strategy.named_parameters().values())) as saved:
         strategy.train_step(batch, 1e-4)
     seen = measure(strategy)
-    return predicted, Numbers(seen.weight_bytes, seen.gradient_bytes, seen.optimizer_bytes, seen.offloaded_bytes, saved.most)
+    peak = peak_of_passes(strategy, batch) if alone else 0
+    return predicted, Numbers(seen.weight_bytes, seen.gradient_bytes, seen.optimizer_bytes, seen.offloaded_bytes, saved.most, peak)
+
+
+def peak_of_passes(strategy: Strategy, batch: GlobalBatch) -> int:
+    """Most bytes of real tensors alive at once, beside weights, states and the batch."""
+    assert strategy.update is not None
+    outside = [*strategy.named_parameters().values(), *strategy.update.state_tensors().values(), *strategy.update.weight_tensors().values()]
+    for stage in strategy.stages.values():
+        outside += list(stage.buffers())
+    for parameter in strategy.named_parameters().values():
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None:
+            outside += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    ledger = Ledger((*outside, *batch.tensors.values()))
+    with ledger:
+        strategy._forward_backward(batch, 1.0)
+    return max(ledger.peak_bytes.values())
+
+
+LORA: dict[str, Any] = {"adapter": {"type": "lora", "rank": 8}}
+ONE_PROCESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "gpt2": ("gpt2", {}),
+    "bert": ("bert", {}),
+    "one row": ("llama", {"batch": {"global_size": 8, "micro_size": 1}}),
+    "one microbatch": ("gpt2", {"batch": {"global_size": 8, "micro_size": 8}}),
+    "bf16": ("llama", {"precision": "bf16"}),
+    "recompute full": ("llama", {"recompute": "full"}),
+    "recompute every_2": ("gpt2", {"recompute": "every_2"}),
+    "recompute blocks": ("bert", {"recompute": [0, "2-3"]}),
+    "lora": ("llama", LORA),
+    "dora, bf16": ("llama", {"adapter": {"type": "dora", "rank": 8}, "precision": "bf16"}),
+    "lora on nf4, bf16": ("llama", {**LORA, "quantize": "nf4", "precision": "bf16"}),
+    "lora on int8": ("gpt2", {**LORA, "quantize": "int8"}),
+    "frozen embeddings": ("bert", {"frozen": ["embed"]}),
+    "last block and head": ("gpt2", {"trainable": ["last_1_block", "head"]}),
+    "adamw_8bit": ("llama", {"optimizer": {"name": "adamw_8bit"}}),
+    "sgd with momentum": ("gpt2", {"optimizer": {"name": "sgd", "momentum": 0.9}}),
+    "experts": ("mixtral", {}),
+}
+_TWO: dict[str, Any] = {"strategy": "pipeline", "partition": {"rule": "uniform", "num_stages": 2}}
+_FOUR: dict[str, Any] = {"strategy": "pipeline", "partition": {"rule": "uniform", "num_stages": 4}}
+TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1f1b": ("llama", _TWO),
+    "1f1b, tied": ("gpt2", _TWO),
+    "gpipe": ("bert", {**_TWO, "schedule": "gpipe"}),
+    "1f1b, recompute": ("bert", {**_TWO, "recompute": "full"}),
+    "interleaved_1f1b": ("llama", {**_FOUR, "schedule": "interleaved_1f1b"}),
+    "interleaved_zero_bubble": ("gpt2", {**_FOUR, "schedule": "interleaved_zero_bubble"}),
+    "zbv": ("llama", {**_FOUR, "schedule": "zbv"}),
+    "1f1b, lora on nf4, bf16": ("llama", {**_TWO, **LORA, "quantize": "nf4", "precision": "bf16"}),
+    "1f1b, adamw_8bit": ("gpt2", {**_TWO, "optimizer": {"name": "adamw_8bit"}}),
+    "1f1b, offload": ("llama", {**_TWO, "offload": {"optimizer": "cpu"}}),
+    "1f1b, offload, bf16": ("gpt2", {**_TWO, "offload": {"optimizer": "cpu"}, "precision": "bf16"}),
+}
+
+
+def table_row(name: str, rank: int, family: str, predicted: Numbers, measured: Numbers) -> str:
+    """One line of docs/benchmarks' table, in bytes."""
+
+    def error(mine: int, seen: int) -> str:
+        return f"{seen:,} | {(mine - seen) / seen:+.1%}" if seen else "- | -"
+
+    exact = ("weights", "gradients", "optimizer", "offloaded")
+    counted = " | ".join(
+        f"{getattr(measured, key):,}" + ("" if getattr(predicted, key) == getattr(measured, key) else " (predicted otherwise)") for key in exact
+    )
+    return f"| {name} | {family} | {rank} | {counted} | {error(predicted.saved, measured.saved)} | {error(predicted.peak, measured.peak)} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, (family, changes) in ONE_PROCESS.items():
+        print(table_row(name, 0, family, *compare(family, changes)), flush=True)

@@ -24,7 +24,6 @@ from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.planning.schedule import one_f_one_b_order
 from mpfinetune.strategies.orders import schedule_orders
-from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.memory import MeasuredMemory, compare, comparison_rows, plan_with_memory, refuse_what_cannot_fit
 from tests.families import task_of, tiny_config
@@ -181,11 +180,11 @@ def test_gradients_count_from_the_first_backward_pass_on() -> None:
     assert two.total_bytes == 1500 + cost.parts[-1].backward_peak_bytes
 
 
-def test_a_split_backward_pass_holds_the_last_stage_to_the_end() -> None:
+def test_a_split_backward_pass_holds_a_microbatch_to_the_weights_half() -> None:
     cost = stage_cost(MADE_UP, StageSpan(3, 4, False, True), frozenset(), False, {})
-    order = [(3, kind, index) for index in range(3) for kind in ("F", "I", "W")]
-    assert step_peak(order, {3: cost}, last_stage=3).in_flight == ((3, 3),)
-    assert step_peak(order, {3: cost}, last_stage=7).in_flight == ((3, 1),)
+    order = [(3, kind, index) for index in range(3) for kind in ("F", "I")] + [(3, "W", index) for index in range(3)]
+    assert step_peak(order, {3: cost}).in_flight == ((3, 3),)
+    assert step_peak([(3, kind, index) for index in range(3) for kind in ("F", "I", "W")], {3: cost}).in_flight == ((3, 1),)
 
 
 def test_phases_tell_when_each_card_is_fullest() -> None:
@@ -245,14 +244,12 @@ def test_a_person_reads_one_row_per_card_and_the_file_has_all() -> None:
     assert [phase["name"] for phase in written["cards"][0]["phases"]] == ["load", "first step", "step", "update", "evaluation", "save"]
 
 
-def test_a_model_that_cannot_be_measured_is_planned_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> ModelCosts:
+def test_a_model_that_cannot_be_measured_is_planned_without_activations() -> None:
+    def fail() -> CostMeter:
         raise ModelError("the model (llama) cannot be measured with fake tensors: because")
 
-    monkeypatch.setattr(CostMeter, "measure", fail)
-    config, world = config_of(), World("cpu", 2, 2)
-    forecast = Forecast(config, tiny_config("llama"), facts_of("llama"), world, 2)
-    plan = plan_with_memory(config, facts_of("llama"), make_plan(config, facts_of("llama"), world), world, lambda: forecast.meter)
+    config, facts, world = config_of(), facts_of("llama"), World("cpu", 2, 2)
+    plan = plan_with_memory(config, facts, make_plan(config, facts, world), world, fail)
     assert plan.notes == (
         "memory: the model (llama) cannot be measured with fake tensors: because; the prediction is without activations and workspace",
     )
