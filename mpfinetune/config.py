@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
 
+from mpfinetune.config_checks import check_rules, check_rules_of, value_at
 from mpfinetune.config_files import escape, merge_overrides, read_yaml, resolve
-from mpfinetune.config_rules import LOOPED_SCHEDULES, RULES, Rule, check_rules, check_rules_of, value_at
+from mpfinetune.config_rules import LOOPED_SCHEDULES, RULES, Rule
 from mpfinetune.config_values import convert, type_in_words
 from mpfinetune.errors import ConfigError, did_you_mean
 

@@ -18,13 +18,11 @@ from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import choose_engine, rank_bytes
 from mpfinetune.planning.hardware import PlanCard
 from mpfinetune.planning.memory_plan import MemoryPlan
+from mpfinetune.planning.micro_size import PROBE_START_ROWS, largest_micro_size, microbatch_count
 from mpfinetune.planning.partition import SplitJudge, effective_rule, partition
 from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
 from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, weight_bytes
-
-# Where probing begins that was not given a size: doubled while it fits, halved until it does.
-PROBE_START_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,7 @@ class Plan:
         return max(fewest, math.ceil(rows / multiple) * multiple)
 
     @property
-    def rows_to_measure(config: RunConfig) -> int:
-    """Rows in one forward pass to measure a model with: those of the run, or those with which probing begins."""
-    rows = config.batch.micro_size
-    return PROBE_START_ROWS if rows == "auto" else rows
-
-
-def largest_micro_size(self) -> int:
+    def largest_micro_size(self) -> int:
         """Most rows in one forward pass that strategy and schedule allow."""
         return largest_micro_size(self.strategy, self.schedule, self.pipeline_ranks, self.replicas, self.global_size)
 
@@ -132,7 +124,7 @@ def largest_micro_size(self) -> int:
         Raises:
             ConfigError: more than ``largest_micro_size``.
         """
-        count = _microbatches(self.strategy, self.schedule, self.pipeline_ranks, self.replicas, self.global_size, rows)
+        count = microbatch_count(self.strategy, self.schedule, self.pipeline_ranks, self.replicas, self.global_size, rows)
         return dataclasses.replace(self, micro_size=rows, microbatches=count)
 
     def to_json(self) -> str:
@@ -173,7 +165,7 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
             "run out of memory, so no size can be probed; give a number, or set zero.stage: 1"
         )
     micro_size = min(PROBE_START_ROWS, largest) if probed else int(config.batch.micro_size)
-    microbatches = _microbatches(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size, micro_size)
+    microbatches = microbatch_count(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size, micro_size)
     whole = (StageSpan(0, facts.num_blocks, True, True),)
     draft = Plan(
         strategy=strategy,
@@ -202,7 +194,7 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         return replace(draft, spans=spans, ranks=tuple(rank_bytes(row, engine, replicas, config.precision) for row in rows))
 
     if is_cut:
-        judge = knowledge and _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
+        judge = None if knowledge is None else _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
         return with_spans(partition(config.partition, facts, num_stages, judge), range(pipeline_ranks))
     return with_spans(whole, range(pipeline_ranks))
 
@@ -330,32 +322,6 @@ def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: Worl
             "take fewer stages, or strategy: local for one card"
         )
     return replicas
-
-
-def _microbatches(strategy: str, schedule: str, pipeline_ranks: int, replicas: int, global_size: int, micro_size: int) -> int:
-    """Microbatches of one replica in one full update."""
-    if strategy == "local":
-        return math.ceil(global_size / micro_size)
-    microbatches = math.ceil(math.ceil(global_size / replicas) / micro_size)
-    if strategy == "zero":
-        return microbatches
-    needed = min_microbatches(schedule, pipeline_ranks)
-    if microbatches < needed:
-        raise ConfigError(
-            f"batch.micro_size: {global_size} rows per update / {replicas} replicas / {micro_size} rows make {microbatches} microbatches, but "
-            f"{schedule} over {pipeline_ranks} ranks needs at least {needed}; set batch.micro_size to at most "
-            f"{largest_micro_size(strategy, schedule, pipeline_ranks, replicas, global_size)} or batch.global_size to at least "
-            f"{micro_size * replicas * needed}"
-        )
-    multiple = microbatch_multiple(schedule, pipeline_ranks)
-    return math.ceil(microbatches / multiple) * multiple
-
-
-def largest_micro_size(strategy: str, schedule: str, pipeline_ranks: int, replicas: int, global_size: int) -> int:
-    """Most rows in one forward pass: those of one update on one replica, in as many microbatches as the schedule needs at least."""
-    if strategy == "pipeline":
-        return max(1, global_size // (replicas * min_microbatches(schedule, pipeline_ranks)))
-    return math.ceil(global_size / replicas)
 
 
 def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[StageSpan, ...], ranks: int, stages_per_rank: int) -> RankPlan:

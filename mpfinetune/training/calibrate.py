@@ -19,7 +19,7 @@ from mpfinetune.dist import DistContext, environment_int, init_distributed, laun
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.stage import StageModule, StageSpan
-from mpfinetune.planning.plan import rows_to_measure
+from mpfinetune.planning.micro_size import rows_to_measure
 from mpfinetune.planning.predict import update_bytes
 from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes
 from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes

@@ -9,8 +9,9 @@ from typing import Any
 
 from mpfinetune.config import RunConfig, check_rules
 from mpfinetune.errors import ConfigError, LaunchError
+from mpfinetune.planning.micro_size import rows_to_measure
 from mpfinetune.planning.partition import NothingFits
-from mpfinetune.planning.plan import Plan, rows_to_measure
+from mpfinetune.planning.plan import Plan
 
 # Plans a config without anything left open, with memory and time.
 PlanOf = Callable[[RunConfig], Plan]

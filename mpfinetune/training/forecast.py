@@ -17,7 +17,8 @@ from mpfinetune.errors import ModelError
 from mpfinetune.models.costs import CostMeter
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.planning.memory import card_memory
-from mpfinetune.planning.plan import Plan, World, rows_to_measure, with_prediction
+from mpfinetune.planning.micro_size import rows_to_measure
+from mpfinetune.planning.plan import Plan, World, with_prediction
 from mpfinetune.planning.predict import Knowledge
 from mpfinetune.planning.schedule import Action
 from mpfinetune.planning.tensor_bytes import learning_names

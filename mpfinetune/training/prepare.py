@@ -110,15 +110,18 @@ def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = Fals
     advice = judge_precision(config.precision, _judged_cards(config, world, for_hardware))
     has_cards = bool(world.cards)
     if leaves_open(config, has_cards):
-        config, plan = choose(config, has_cards, lambda wanted: _planned(forecast_of(wanted), with_memory=True))
+        wished_rows = config.batch.micro_size
+        config, plan = choose(config, has_cards, lambda wanted: _planned(forecast_of(wanted), True, for_hardware))
         forecast = forecast_of(config)
+        if wished_rows == "auto":  # the plan's rows are those with which probing begins
+            config = replace(config, batch=replace(config.batch, micro_size=wished_rows))
     else:
         forecast = forecast_of(config)
-        plan = _planned(forecast, with_memory)
+        plan = _planned(forecast, with_memory, for_hardware)
     return PlannedRun(config, hf_config, forecast.facts, replace(plan, notes=(*plan.notes, *advice)), num_labels, forecast)
 
 
-def _planned(forecast: Forecast, with_memory: bool) -> Plan:
+def _planned(forecast: Forecast, with_memory: bool, for_hardware: bool) -> Plan:
     config, facts, world = forecast.config, forecast.facts, forecast.world
     plan = make_plan(config, facts, world, forecast.knowledge())
     if plan.zero_stage:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpfinetune.config import RULES, RunConfig, check_rules, config_from_dict, config_hints, config_paths, load_config, save_config
-from mpfinetune.config_rules import paths_read
+from mpfinetune.config_checks import paths_read
 from mpfinetune.config_values import convert, type_in_words
 from mpfinetune.errors import ConfigError, UserError
 

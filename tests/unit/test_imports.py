@@ -33,6 +33,7 @@ PART_OF_MODULE = {
     "__init__": "package",
     "__main__": "cli",
     "launcher": "cli",
+    "config_checks": "config",
     "config_files": "config",
     "config_rules": "config",
     "config_values": "config",
