@@ -58,6 +58,7 @@ class Trainer:
         self.state = RunState(identity=self._identity())
         self.update = attach_update(strategy, self.config)
         self.skipped_in_a_row = 0
+        self.step_seconds: list[float] = []  # of this session's updates
         self.micro_size = MicroSize(strategy, self.config, reporter, tracker)
         self.leaks = LeakWatch(self.config.watch, strategy.context.world_size)
 
@@ -204,6 +205,7 @@ class Trainer:
         )
 
     def _log(self, epoch: float, batch: GlobalBatch, outcome: StepOutcome, lr: float, seconds: float) -> None:
+        self.step_seconds.append(seconds)
         context = self.strategy.context
         peaks, held = memory_of_ranks(context, peak_memory_bytes(context.device))
         self.tracker.log_update(

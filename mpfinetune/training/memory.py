@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -26,6 +27,7 @@ from mpfinetune.training.loss import loss_sum_for
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_WARM_UP_UPDATES = 2
 MEASURED_COLUMNS = ("rank", "what", "unit", "predicted", "measured", "error")
 
 
@@ -193,8 +195,12 @@ class Comparison:
         return {**asdict(self), "relative_error": self.relative_error}
 
 
-def compare(plan: Plan, measured: list[MeasuredMemory]) -> list[Comparison]:
-    """Prediction beside measurement, by rank of the whole run; empty where nothing was predicted."""
+def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[float] = ()) -> list[Comparison]:
+    """Prediction beside measurement, by rank of the whole run; empty where nothing was predicted.
+
+    Args:
+        step_seconds: of the updates so far; the first ones, which build and warm up, are left out of the median.
+    """
     memory = plan.memory
     if memory is None:
         return []
@@ -214,6 +220,10 @@ def compare(plan: Plan, measured: list[MeasuredMemory]) -> list[Comparison]:
             found.append(Comparison(rank, "resident peak of the process", resident, seen.peak_bytes))
         if seen.offloaded_bytes:
             found.append(Comparison(rank, "offloaded", row.host_bytes, seen.offloaded_bytes))
+    settled = step_seconds[_WARM_UP_UPDATES:]
+    if plan.prediction is not None and settled:
+        # Predicted for rows at full length; shorter ones take less.
+        found.append(Comparison(0, "median update, predicted for full rows", plan.prediction.step_seconds, median(settled), "seconds"))
     return found
 
 
@@ -221,7 +231,7 @@ def comparison_rows(comparisons: list[Comparison]) -> list[tuple[str, ...]]:
     """For a table of ``MEASURED_COLUMNS``; bytes as MiB."""
     rows: list[tuple[str, ...]] = []
     for entry in comparisons:
-        size, unit = (MIB, "MiB") if entry.unit == "bytes" else (1, entry.unit)
+        size, unit, digits = (MIB, "MiB", 1) if entry.unit == "bytes" else (1, entry.unit, 3)
         error = "-" if entry.relative_error is None else f"{entry.relative_error:+.1%}"
-        rows.append((str(entry.rank), entry.what, unit, f"{entry.predicted / size:,.1f}", f"{entry.measured / size:,.1f}", error))
+        rows.append((str(entry.rank), entry.what, unit, f"{entry.predicted / size:,.{digits}f}", f"{entry.measured / size:,.{digits}f}", error))
     return rows

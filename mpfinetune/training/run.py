@@ -108,7 +108,7 @@ def train(run: PreparedRun, reporter: Reporter) -> None:
 def _report_prediction(trainer: Trainer, reporter: Reporter) -> None:
     """What was predicted beside what was measured; collective."""
     measured = trainer.strategy.context.gather_objects(measure(trainer.strategy))
-    comparisons = compare(trainer.strategy.plan, measured)
+    comparisons = compare(trainer.strategy.plan, measured, trainer.step_seconds)
     if not comparisons:
         return
     reporter.table("predicted against measured", MEASURED_COLUMNS, comparison_rows(comparisons))

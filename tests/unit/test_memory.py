@@ -22,6 +22,7 @@ from mpfinetune.planning.activations import stage_cost, step_peak
 from mpfinetune.planning.memory import predict_memory
 from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan, host_line, memory_rows
 from mpfinetune.planning.plan import Plan, World, make_plan
+from mpfinetune.planning.predict import StepPrediction
 from mpfinetune.planning.schedule import one_f_one_b_order
 from mpfinetune.strategies.orders import schedule_orders
 from mpfinetune.training.loss import loss_sum_for
@@ -268,3 +269,7 @@ def test_prediction_and_measurement_side_by_side() -> None:
     assert [entry.relative_error for entry in found[:3]] == [0.0, -0.5, 0.0]
     assert comparison_rows(found)[1][-1] == "-50.0%" and found[1].as_dict()["unit"] == "bytes"
     assert compare(replace(plan, memory=None), measured) == []
+    step = StepPrediction(0.5, 0.4, (0.1,), (0.0,), 0.0, 100.0, "measured", ())
+    last = compare(replace(plan, prediction=step), measured, [9.0, 9.0, 0.3, 0.4, 0.6])[-1]
+    assert (last.unit, last.measured, round(last.relative_error or 0, 6)) == ("seconds", 0.4, 0.25)
+    assert comparison_rows([last])[0][2:5] == ("seconds", "0.500", "0.400")
