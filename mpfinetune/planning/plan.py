@@ -18,7 +18,7 @@ from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import choose_engine, rank_bytes
 from mpfinetune.planning.hardware import PlanCard
 from mpfinetune.planning.memory_plan import MemoryPlan
-from mpfinetune.planning.micro_size import PROBE_START_ROWS, largest_micro_size, microbatch_count
+from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count, rows_to_measure
 from mpfinetune.planning.partition import SplitJudge, effective_rule, partition
 from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
@@ -157,14 +157,7 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
     placement = _placement(config, strategy, facts, world)
     replicas = _replicas(config, strategy, pipeline_ranks, world)
     schedule = config.schedule if strategy == "pipeline" else "none"
-    largest = largest_micro_size(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size)
-    probed = config.batch.micro_size == "auto"
-    if probed and strategy == "zero" and engine.zero_stage > 1 and replicas > 1:
-        raise ConfigError(
-            f"batch.micro_size: auto given with zero.stage: {engine.zero_stage} over {replicas} processes, which cannot go on after one of them has "
-            "run out of memory, so no size can be probed; give a number, or set zero.stage: 1"
-        )
-    micro_size = min(PROBE_START_ROWS, largest) if probed else int(config.batch.micro_size)
+    micro_size = _first_micro_size(config, strategy, engine.zero_stage, pipeline_ranks, replicas)
     microbatches = microbatch_count(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size, micro_size)
     whole = (StageSpan(0, facts.num_blocks, True, True),)
     draft = Plan(
@@ -197,6 +190,18 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         judge = None if knowledge is None else _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
         return with_spans(partition(config.partition, facts, num_stages, judge), range(pipeline_ranks))
     return with_spans(whole, range(pipeline_ranks))
+
+
+def _first_micro_size(config: RunConfig, strategy: str, zero_stage: int, pipeline_ranks: int, replicas: int) -> int:
+    """The rows that are given, or those with which probing begins."""
+    if config.batch.micro_size == "auto" and strategy == "zero" and zero_stage > 1 and replicas > 1:
+        raise ConfigError(
+            f"batch.micro_size: auto given with zero.stage: {zero_stage} over {replicas} processes, which cannot go on after one of them has "
+            "run out of memory, so no size can be probed; give a number, or set zero.stage: 1"
+        )
+    rows = rows_to_measure(config)
+    largest = largest_micro_size(strategy, config.schedule, pipeline_ranks, replicas, config.batch.global_size)
+    return min(rows, largest) if config.batch.micro_size == "auto" else rows
 
 
 def layout_of(config: RunConfig, facts: ModelFacts, strategy: str, num_stages: int, stages_per_rank: int, microbatches: int) -> Layout:

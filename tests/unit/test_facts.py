@@ -94,7 +94,7 @@ def test_the_spans_hold_every_name_of_any_depth(blocks: int) -> None:
     facts = inspect_model(tiny_config("gpt2", n_layer=blocks), "causal_lm")
     assert facts.num_blocks == blocks
     for stages in range(1, min(4, blocks) + 1):
-        names = [name for span in uniform(PartitionConfig(), facts, stages) for name in span.parameter_names(facts)]
+        names = [name for span in uniform(PartitionConfig(), facts, stages, None) for name in span.parameter_names(facts)]
         assert sorted(names) == sorted(facts.parameters)
 
 
