@@ -16,10 +16,10 @@ from pathlib import Path
 _CASE = re.compile(r"test_product\[(?P<layout>.+)-(?P<precision>fp32|bf16)-(?P<recompute>none|full|offload)-(?P<family>\w+)\]")
 
 
-def read_worst(path: Path) -> dict[tuple[str, str], dict[str, list[float]]]:
+def read_worst(paths: list[Path]) -> dict[tuple[str, str], dict[str, list[float]]]:
     """(layout, precision) -> recompute policy -> the families' worst differences; a failed case is infinite."""
     found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         matched = _CASE.fullmatch(case.get("name", ""))
         if matched is None or case.find("skipped") is not None:
             continue
@@ -33,7 +33,7 @@ def read_worst(path: Path) -> dict[tuple[str, str], dict[str, list[float]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("junit", type=Path, help="the file that pytest wrote with --junitxml")
+    parser.add_argument("junit", type=Path, nargs="+", help="files that pytest wrote with --junitxml")
     worst = read_worst(parser.parse_args().junit)
     if not worst:
         print("no case of test_product in this file", file=sys.stderr)
