@@ -62,6 +62,15 @@ def calibrate_run(config: RunConfig) -> None:
         dist.destroy_process_group()
 
 
+def _seconds_of_one(one: float, several: float, more: int) -> float:
+    """A block's seconds from a stage with one and a stage with ``more`` blocks more; what a pass takes besides them is never less than nothing.
+
+    On a busy machine the two are not measured alike, and their difference may be anything; then a block is its share of the longer stage.
+    """
+    share, difference = several / (more + 1), (several - one) / more
+    return difference if 0.0 < difference <= share else share
+
+
 class _Probe:
     def __init__(self, forecast: Forecast, context: DistContext, on_stage: Callable[[StageModule], None] | None) -> None:
         self.forecast, self.context, self.on_stage = forecast, context, on_stage
@@ -107,7 +116,7 @@ class _Probe:
                 if stop - index > 1:
                     several = self._stage(StageSpan(index, stop, False, False))
                     more = stop - index - 1
-                    block = PartSeconds((several.forward - one.forward) / more, (several.backward - one.backward) / more)
+                    block = PartSeconds(_seconds_of_one(one.forward, several.forward, more), _seconds_of_one(one.backward, several.backward, more))
                     overheads.append(max(0.0, one.forward - block.forward))
                     one = block
                 measured[build] = one
