@@ -40,14 +40,22 @@ def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: 
     Raises:
         ConfigError: the model cannot be cut, there are more stages than blocks, or a map is wrong; every problem of a map is listed.
     """
+    refuse_what_cannot_be_cut(wish, facts, num_stages)
     if facts.refusal is not None:
-        if num_stages == 1:
-            return (StageSpan(0, 0, True, True),)
+        return (StageSpan(0, 0, True, True),)
+    return RULES[effective_rule(wish)](wish, facts, num_stages, judge)
+
+
+def refuse_what_cannot_be_cut(wish: PartitionConfig, facts: ModelFacts, num_stages: int) -> None:
+    """Before anything else is asked of that many stages.
+
+    Raises:
+        ConfigError: the model cannot be cut, or a rule is to make more stages than there are blocks.
+    """
+    if facts.refusal is not None and num_stages > 1:
         raise ConfigError(f"strategy: {facts.refusal}")
-    rule = effective_rule(wish)
-    if rule != "manual" and num_stages > facts.num_blocks:
+    if effective_rule(wish) != "manual" and num_stages > max(1, facts.num_blocks):
         raise ConfigError(f"partition.num_stages: {num_stages} stages, but the model has {facts.num_blocks} blocks; at most one stage per block")
-    return RULES[rule](wish, facts, num_stages, judge)
 
 
 def effective_rule(wish: PartitionConfig) -> str:

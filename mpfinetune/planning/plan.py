@@ -19,7 +19,7 @@ from mpfinetune.planning.engines import choose_engine, rank_bytes
 from mpfinetune.planning.hardware import PlanCard
 from mpfinetune.planning.memory_plan import MemoryPlan
 from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count, rows_to_measure
-from mpfinetune.planning.partition import SplitJudge, effective_rule, partition
+from mpfinetune.planning.partition import SplitJudge, effective_rule, partition, refuse_what_cannot_be_cut
 from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
 from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, weight_bytes
@@ -154,6 +154,8 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         )
     pipeline_ranks = num_stages // stages_per_rank
     is_cut = strategy == "pipeline" or num_stages > 1
+    if is_cut:
+        refuse_what_cannot_be_cut(config.partition, facts, num_stages)
     placement = _placement(config, strategy, facts, world)
     replicas = _replicas(config, strategy, pipeline_ranks, world)
     schedule = config.schedule if strategy == "pipeline" else "none"

@@ -98,7 +98,7 @@ class Trainer:
     def _update_once(self, batch: GlobalBatch, lr: float, stop_requested: Callable[[], bool]) -> StepOutcome:
         """The random numbers begin anew each time: an update that is run again is that of a run which had the smaller micro-batch all along."""
         torch.manual_seed(stream_seed(self.config.train.seed, "update", self.state.step, self.strategy.context.rank))
-        return self.strategy.train_step(batch, lr, stop_requested)
+        return self.strategy.train_step(batch, lr, stop_requested=stop_requested)
 
     def evaluate(self, full_precision: bool | None = None) -> dict[str, float]:
         """Score the held-out rows at the present weights; collective.
