@@ -88,6 +88,8 @@ class ModelFacts:
     embeddings: frozenset[str] = frozenset()  # canonical names of the embedding tables
     task: ModelTask = "causal_lm"
     adapted: frozenset[str] = frozenset()  # the linear layers that carry an adapter; its parameters are in ``parameters``
+    # Answers that take a walk over all names and are asked for hundreds of times while a split is looked for. A changed copy begins without.
+    remembered: dict[Any, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def block_name(self, index: int) -> str:
         return f"{self.blocks_path}.{index}"
@@ -101,7 +103,7 @@ class ModelFacts:
         """
         if self.adapted and name not in self.parameters:
             name = name.replace(".base_layer.", ".").replace(f".{ADAPTER_NAME}.", ".")
-        return next((names[0] for names in self.tied_names if name in names), name)
+        return next((names[0] for names in self.tied_names if name in names), name) if self.tied_names else name
 
     @property
     def classification_head(self) -> frozenset[str]:

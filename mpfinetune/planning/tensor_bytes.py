@@ -22,6 +22,9 @@ def learning_names(config: RunConfig, facts: ModelFacts) -> frozenset[str]:
     Raises:
         ConfigError: see ``trainable_names``; or a quantised weight would learn.
     """
+    question = ("learning", *config.trainable, "frozen", *config.frozen, "quantize", config.quantize)
+    if question in facts.remembered:
+        return facts.remembered[question]
     learning = trainable_names(facts, config.trainable, config.frozen)
     packed = sorted(learning & {f"{name}.weight" for name in quantised_layers(facts, config.quantize)})
     if packed:
@@ -29,6 +32,7 @@ def learning_names(config: RunConfig, facts: ModelFacts) -> frozenset[str]:
             f"trainable: {', '.join(packed[:3])} would learn, but quantize: {config.quantize} holds it in few bits, where no gradient reaches it; "
             "narrow trainable, or set quantize: none"
         )
+    facts.remembered[question] = learning
     return learning
 
 
