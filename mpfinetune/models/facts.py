@@ -88,8 +88,7 @@ class ModelFacts:
     embeddings: frozenset[str] = frozenset()  # canonical names of the embedding tables
     task: ModelTask = "causal_lm"
     adapted: frozenset[str] = frozenset()  # the linear layers that carry an adapter; its parameters are in ``parameters``
-    # Answers that take a walk over all names and are asked for hundreds of times while a split is looked for. A changed copy begins without.
-    remembered: dict[Any, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    remembered: dict[Any, frozenset[str]] = field(default_factory=dict, init=False, repr=False)  # answers that are asked for often
 
     def block_name(self, index: int) -> str:
         return f"{self.blocks_path}.{index}"
@@ -97,9 +96,8 @@ class ModelFacts:
     def canonical_name(self, name: str) -> str:
         """The name under which the run knows a parameter of a live module.
 
-        The first name of a tied parameter. Where peft has wrapped a layer, the base weight keeps its Hugging Face name
-        (``x.base_layer.weight`` is ``x.weight``) and the adapter's have peft's file names (``x.lora_A.default.weight`` is
-        ``x.lora_A.weight``). This is the one place that knows; any other name is its own.
+        The first name of a tied parameter. Where peft has wrapped a layer, the base weight keeps its Hugging Face name (``x.base_layer.weight`` is
+        ``x.weight``) and the adapter's have peft's file names (``x.lora_A.default.weight`` is ``x.lora_A.weight``). Any other name is its own.
         """
         if self.adapted and name not in self.parameters:
             name = name.replace(".base_layer.", ".").replace(f".{ADAPTER_NAME}.", ".")
@@ -112,7 +110,7 @@ class ModelFacts:
         outside = {name for name, facts in self.parameters.items() if facts.part == "epilogue" and name.partition(".")[0] != base}
         return frozenset(outside if self.task == "sequence_classification" else ())
 
-    @cached_property  # asked for each parameter, many times while a split is looked for
+    @cached_property
     def adapter_names(self) -> frozenset[str]:
         """The parameters of the adapters (``adapters.facts_with_adapters`` adds them)."""
         return frozenset(name for name in self.parameters if ".lora_" in name and name.rpartition(".lora_")[0] in self.adapted)
