@@ -88,7 +88,7 @@ class ModelFacts:
     embeddings: frozenset[str] = frozenset()  # canonical names of the embedding tables
     task: ModelTask = "causal_lm"
     adapted: frozenset[str] = frozenset()  # the linear layers that carry an adapter; its parameters are in ``parameters``
-    remembered: dict[Any, frozenset[str]] = field(default_factory=dict, init=False, repr=False)  # answers that are asked for often
+    remembered: dict[Any, frozenset[str]] = field(default_factory=dict, init=False, repr=False, compare=False)  # answers asked for often
 
     def block_name(self, index: int) -> str:
         return f"{self.blocks_path}.{index}"
