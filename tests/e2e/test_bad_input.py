@@ -136,6 +136,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "fewer microbatches than stages": Mistake(("batch.micro_size", "microbatches"), {**PIPELINE, "batch.micro_size": 4}),
     "albert over stages": Mistake(("albert", "same layers", "strategy: local"), dict(PIPELINE), make=config_only("albert")),
+    "unknown card": Mistake(("hardware[0]", "rtx3091", "rtx3090"), {"hardware": [{"gpu": "rtx3091"}]}),
+    "card smaller than one block": Mistake(
+        ("partition.rule", "no split over 2 cards fits", "lacks"),
+        {**PIPELINE, "partition.rule": "time", "hardware": [{"gpu": "rtx3090", "memory_gib": 0.0001}, {"gpu": "rtx3090"}]},
+    ),
     # processes
     "world size that is no multiple": Mistake(
         ("3 processes", "multiple of 2", "torchrun --nproc_per_node 2 -m mpfinetune train"),
