@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.strategies.deepspeed_ops import choose_accelerator
 from mpfinetune.strategies.deepspeed_reset import forget_pass
-from mpfinetune.strategies.update import zero_gradient
+from mpfinetune.strategies.update import refuse_unreached, zero_gradient
 
 if TYPE_CHECKING:
     from mpfinetune.strategies.base import Strategy
@@ -99,6 +100,9 @@ class DeepSpeedUpdate:
             parameter.ds_pipe_replicated = name not in own  # type: ignore[attr-defined]  # a copy of another rank's: counted there
             if self.in_place and parameter.dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
+        # Until the first update. Not ``.grad``: the engines take the gradients away as they come.
+        self._reached: set[str] = set()
+        self._watches = [parameter.register_hook(partial(self._note_gradient, name)) for name, parameter in self._learning.items()]
         groups, placeholders = self._groups(config.optimizer)
         self._placeholders = placeholders
         self.gradient_bytes = 0
@@ -167,7 +171,13 @@ class DeepSpeedUpdate:
 
         Returns:
             The norm of the gradients over all parameters, and whether it was not finite, in which case nothing was changed.
+
+        Raises:
+            ModelError: at the first update, on every rank: parameters that should learn have no gradient.
         """
+        if self._watches:
+            self._stop_watching()
+            refuse_unreached(self.strategy, self._reached)
         for group in self.zero.param_groups:
             group["lr"] = lr
         if self.in_place:
@@ -176,6 +186,14 @@ class DeepSpeedUpdate:
         skipped = not self.engine.was_step_applied()
         norm = math.inf if skipped else float(self.engine.get_global_grad_norm())
         return norm, skipped
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        self._reached.add(name)
+
+    def _stop_watching(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
 
     def drop_gradients(self) -> None:
         """Forget what the passes since the last update have left, also those that were broken off."""

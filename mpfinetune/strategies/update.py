@@ -83,6 +83,26 @@ class LossScale:
         return not self.dynamic or self.value <= self.minimum
 
 
+def refuse_unreached(strategy: Strategy, reached: set[str]) -> None:
+    """After the first backward pass: what should learn and has no gradient is not reached by the loss and would never move. Collective.
+
+    Args:
+        reached: names of this rank's parameters that got one; a shared parameter needs it on some rank only.
+
+    Raises:
+        ModelError: on every rank, with the names.
+    """
+    learning = {name for name, parameter in strategy.named_parameters().items() if parameter.requires_grad}
+    gathered = strategy.context.gather_objects((learning, reached))
+    missing = sorted(set().union(*(of_rank for of_rank, _ in gathered)) - set().union(*(of_rank for _, of_rank in gathered)))
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise ModelError(
+            f"frozen: {shown} should learn, but the loss of the first update gives no gradient there: the model does not use it for this task. "
+            "Add it to frozen (names, modules or globs), or narrow trainable."
+        )
+
+
 class PlainUpdate:
     """The update with torch's collectives and a ``NamedOptimizer``."""
 
@@ -126,7 +146,8 @@ class PlainUpdate:
             ModelError: at the first update, on every rank: parameters that should learn have no gradient.
         """
         if not self._gradients_are_checked:
-            self._check_every_parameter_has_a_gradient()
+            parameters = self.strategy.named_parameters()
+            refuse_unreached(self.strategy, {name for name, parameter in parameters.items() if parameter.grad is not None})
             self._gradients_are_checked = True
         gradients = [p.grad for p in self.strategy.named_parameters().values() if p.grad is not None]
         self.gradient_bytes = sum(gradient.nbytes for gradient in gradients)
@@ -168,21 +189,6 @@ class PlainUpdate:
         if self.strategy.context.replicas > 1:
             parameters = self.strategy.named_parameters().values()
             all_reduce_buckets([p.grad for p in parameters if p.grad is not None], self.strategy.context.replica_group)
-
-    def _check_every_parameter_has_a_gradient(self) -> None:
-        """What has none now is not reached by the loss and would never move; a shared parameter needs one on some rank only."""
-        strategy = self.strategy
-        parameters = strategy.named_parameters()
-        learning = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        reached = {name for name in learning if parameters[name].grad is not None}
-        gathered = strategy.context.gather_objects((learning, reached))
-        missing = sorted(set().union(*(of_rank for of_rank, _ in gathered)) - set().union(*(of_rank for _, of_rank in gathered)))
-        if missing:
-            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            raise ModelError(
-                f"frozen: {shown} should learn, but the loss of the first update gives no gradient there: the model does not use it for this task. "
-                "Add it to frozen (names, modules or globs), or narrow trainable."
-            )
 
     def _names_not_finite(self) -> list[str]:
         parameters = self.strategy.named_parameters()

@@ -12,7 +12,7 @@ import torch
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.layouts import LOCAL, OFFLOADED, zero
-from tests.multiproc.rank_pool import RankPool
+from tests.multiproc.rank_pool import RankFailure, RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
 
 CASE = "tests.multiproc.training_cases:train"
@@ -84,6 +84,13 @@ def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path,
     assert first["losses"] + results[0]["losses"] == pytest.approx(reference("gpt2")["losses"], abs=TOLERANCE)
     for name, value in reference("gpt2")["parameters"].items():
         torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [OFFLOADED, zero(2), BOTH], ids=["pipeline_offload", "zero_2", "zero_3_both_offloads"])
+def test_a_parameter_without_a_gradient_stops_the_first_update(two_ranks: RankPool, changes: dict[str, Any]) -> None:
+    arguments = {"problem": Problem("gpt2"), "changes": changes}
+    with pytest.raises(RankFailure, match="ModelError: frozen: forgotten should learn, but the loss of the first update gives no gradient there"):
+        two_ranks.run("tests.multiproc.training_cases:train_with_a_forgotten_parameter", arguments, LIMIT_SECONDS)
 
 
 def test_stage_3_loads_a_part_at_a_time(tmp_path: Path) -> None:

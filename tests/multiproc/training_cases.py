@@ -256,6 +256,18 @@ def _poisoned(strategy: Strategy, poison: tuple[int, str, float] | None) -> Any:
     return parameter.register_hook(lambda gradient: torch.full_like(gradient, poison[2]))
 
 
+def train_with_a_forgotten_parameter(**arguments: Any) -> dict[str, Any]:
+    """As ``train``, on a model that has a parameter which its forward does not use."""
+    attach = attach_update
+
+    def add_and_attach(strategy: Strategy, config: RunConfig) -> Any:
+        next(iter(strategy.stages.values())).model.register_parameter("forgotten", nn.Parameter(torch.zeros(2)))
+        return attach(strategy, config)
+
+    with mock.patch(f"{__name__}.attach_update", add_and_attach):
+        return train(**arguments)
+
+
 def train_with_small_cache(**arguments: Any) -> dict[str, Any]:
     """As ``train``, with room for the buffers of one shape only: each schedule is dropped as soon as another is needed."""
     with mock.patch.object(pipeline, "_CACHED_BUFFER_BYTES", 1):
