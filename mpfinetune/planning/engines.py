@@ -51,7 +51,19 @@ def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: 
     else:
         choice = EngineChoice(strategy)
     _check(choice, config, world)
+    if choice.zero_stage and config.adapter.type != "none" and config.precision != "fp32":
+        _check_all_learn_in_fp32(config, facts)
     return choice
+
+
+def _check_all_learn_in_fp32(config: RunConfig, facts: ModelFacts) -> None:
+    """An engine has one type for all that learns; adapters are held in fp32 and would be rounded to that of the rest."""
+    rest = sorted(learning_names(config, facts) - facts.adapter_names)
+    if rest:
+        raise ConfigError(
+            f"offload.optimizer: cpu given with adapters in fp32, while {', '.join(rest[:3])} learns in {config.precision}: DeepSpeed's engine "
+            "would round the adapters; set precision: fp32, freeze it (frozen), or take offload.optimizer: none"
+        )
 
 
 def _check(choice: EngineChoice, config: RunConfig, world: World) -> None:

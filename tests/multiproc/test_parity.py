@@ -128,6 +128,10 @@ COLUMNS: dict[str, Column] = {
     "lora_zbv": Column(("llama",), {"schedule": "zbv", **FOUR_STAGES}, adapter={}),
     "lora_nf4": Column(("llama", "bert"), adapter={"quantize": "nf4"}),
     "lora_int8": Column(("llama", "bert"), adapter={"quantize": "int8"}, tolerance=INT8_TOLERANCE),
+    "lora_offload": Column(SHAPES_OF_BLOCK_KIND, OFFLOADED, adapter={}),
+    "lora_nf4_bf16_offload_recompute": Column(
+        ("llama",), {**OFFLOADED, "recompute": "full"}, adapter={"quantize": "nf4", "precision": "bf16"}, tolerance=BF16_LOSS_TOLERANCE
+    ),
     "rslora": Column(("llama",), adapter={"adapter": {"type": "rslora", "rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}}),
     "dora_nf4": Column(("bert",), adapter={"quantize": "nf4", "adapter": {"type": "dora", "rank": 4, "targets": ["query", "value"]}}),
     "lora_first_frozen": Column(("llama",), adapter=on_blocks(2, 3)),

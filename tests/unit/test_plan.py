@@ -14,6 +14,7 @@ from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import Plan, World, describe_span, launch_command, make_plan, plan_rows
 from tests.families import task_of, tiny_config
+from tests.multiproc import training_cases
 
 
 @cache
@@ -258,3 +259,13 @@ def test_auto_is_refused_where_a_probe_could_not_go_on(stage: int) -> None:
     assert plan_of(World("cpu", 1, 1), **changes).micro_size == 4
     with pytest.raises(ConfigError, match=rf"batch.micro_size: auto given with zero.stage: {stage} over 2 processes.*set zero.stage: 1"):
         plan_of(World("cpu", 2, 2), **changes)
+
+
+def test_adapters_beside_a_head_in_bf16_are_not_given_to_an_engine() -> None:
+    changes = {"strategy": "pipeline", "offload": {"optimizer": "cpu"}, "precision": "bf16"}
+    problem = training_cases.adapter_problem("bert")
+    config = training_cases.run_config(problem, **changes)
+    with pytest.raises(ConfigError, match=r"offload.optimizer: cpu given with adapters in fp32, while classifier.bias, .* learns in bf16"):
+        make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2))
+    config = training_cases.run_config(problem, **{**changes, "precision": "fp32"})
+    assert make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2)).offload_optimizer == "cpu"
