@@ -79,11 +79,11 @@ def _check(choice: EngineChoice, config: RunConfig, world: World) -> None:
         )
 
 
-def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int, precision: str) -> RankPlan:
+def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
     """A rank's row with what ZeRO splits over the replicas, and with what is offloaded moved to ``host_bytes`` (disk counted as host)."""
     share = {stage: replicas if choice.zero_stage >= stage else 1 for stage in (1, 2, 3)}
-    # The engine keeps fp32 masters even of fp32 weights.
-    copies = row.gradient_bytes if choice.zero_stage and precision == "fp32" else 0
+    # The engine keeps an fp32 master of all that learns (as large as its gradient), also of what is fp32 already.
+    copies = row.gradient_bytes - row.master_bytes if choice.zero_stage else 0
     states, masters = row.optimizer_bytes + copies, row.master_bytes + copies
     weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], states // share[1]
     host = 0

@@ -186,7 +186,7 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
 
     def with_spans(spans: tuple[StageSpan, ...], ranks: Iterable[int]) -> Plan:
         rows = (_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank) for rank in ranks)
-        return replace(draft, spans=spans, ranks=tuple(rank_bytes(row, engine, replicas, config.precision) for row in rows))
+        return replace(draft, spans=spans, ranks=tuple(rank_bytes(row, engine, replicas) for row in rows))
 
     if is_cut:
         judge = None if knowledge is None else _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
