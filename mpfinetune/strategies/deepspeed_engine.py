@@ -101,6 +101,7 @@ class DeepSpeedUpdate:
             if self.in_place and parameter.dtype != torch.float32:
                 parameter.grad_dtype = torch.float32
         # Until the first update. Not ``.grad``: the engines take the gradients away as they come.
+        self._gradients_are_checked = False
         self._reached: set[str] = set()
         self._watches = [parameter.register_hook(partial(self._note_gradient, name)) for name, parameter in self._learning.items()]
         groups, placeholders = self._groups(config.optimizer)
@@ -175,7 +176,8 @@ class DeepSpeedUpdate:
         Raises:
             ModelError: at the first update, on every rank: parameters that should learn have no gradient.
         """
-        if self._watches:
+        if not self._gradients_are_checked:  # on every rank, also where nothing learns and nothing was watched
+            self._gradients_are_checked = True
             self._stop_watching()
             refuse_unreached(self.strategy, self._reached)
         for group in self.zero.param_groups:
