@@ -32,9 +32,8 @@ from mpfinetune.models.facts import inspect_model
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.strategies.build import build_stage, build_strategy
-from mpfinetune.strategies.update import PlainUpdate
 from mpfinetune.training.loss import causal_lm_loss_sum
-from mpfinetune.training.optim import NamedOptimizer
+from mpfinetune.training.optim import attach_update
 
 ROWS_PER_MICROBATCH, TOKENS, LR, CLIP_NORM = 1, 256, 1e-4, 1.0
 MODEL = {
@@ -62,6 +61,7 @@ def run_config(microbatches: int, **changes: Any) -> RunConfig:
         "batch": {"global_size": microbatches * ROWS_PER_MICROBATCH, "micro_size": ROWS_PER_MICROBATCH},
         "optimizer": {"lr": LR},
         "device": "cpu",
+        "train": {"clip_norm": CLIP_NORM},
         "run_dir": "unused",
     }
     return config_from_dict({**base, **changes})
@@ -101,7 +101,7 @@ def ours(config: RunConfig, context: DistContext, world: World) -> Callable[[], 
     facts = inspect_model(hf_config(), "causal_lm")
     plan = make_plan(config, facts, world)
     strategy, _ = build_strategy(config, hf_config(), facts, plan, context, causal_lm_loss_sum, None)
-    strategy.update = PlainUpdate(strategy, NamedOptimizer(strategy.named_parameters(), config.optimizer, facts.embeddings), CLIP_NORM)
+    attach_update(strategy, config)
     batch = make_batch(config.batch.global_size)
 
     def update() -> None:

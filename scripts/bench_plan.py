@@ -30,13 +30,12 @@ from mpfinetune.models.facts import inspect_model
 from mpfinetune.models.stage import StageModule
 from mpfinetune.planning.plan import Plan, World, describe_span, make_plan, with_prediction
 from mpfinetune.strategies.build import build_strategy
-from mpfinetune.strategies.update import PlainUpdate
 from mpfinetune.training.calibrate import calibrate
 from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.loss import causal_lm_loss_sum
-from mpfinetune.training.optim import NamedOptimizer
+from mpfinetune.training.optim import attach_update
 
-LR, CLIP_NORM = 1e-4, 1.0
+LR = 1e-4
 MODEL = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
@@ -136,7 +135,7 @@ class Rank:
         strategy, _ = build_strategy(config, self.hf_config, self.facts, plan, context, causal_lm_loss_sum, None)
         for stage in strategy.stages.values():
             slow(stage)
-        strategy.update = PlainUpdate(strategy, NamedOptimizer(strategy.named_parameters(), config.optimizer, self.facts.embeddings), CLIP_NORM)
+        attach_update(strategy, config)
         batch = make_batch(config.batch.global_size, tokens)
         return lambda: (strategy.train_step(batch, LR), None)[1]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.rank_pool import RankPool
 
 
@@ -21,3 +23,18 @@ def four_ranks() -> Iterator[RankPool]:
     """Four gloo ranks: stages and replicas together. Twice the processes that the machine may have cores: keep its cases tiny."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As the ranks: sums in the same order, and no threads that wait for each other on busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def built_ops() -> None:
+    """DeepSpeed's, built in one process before any rank needs them."""
+    prepare_ops("cpu", "none", "cpu", print)

@@ -20,12 +20,10 @@ from mpfinetune.planning.memory_plan import CardMemory
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.build import build_strategy
-from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
-from mpfinetune.strategies.update import LossScale, PlainUpdate
 from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.memory import measure, plan_with_memory
-from mpfinetune.training.optim import NamedOptimizer
+from mpfinetune.training.optim import attach_update
 from tests.families import VOCAB_SIZE, task_of, tiny_config
 
 ROWS, TOKENS = 8, 40
@@ -136,11 +134,7 @@ def build(family: str, config: RunConfig, facts: ModelFacts, plan: Plan) -> Stra
         context = make_context(dist.get_rank(), plan.world_size, torch.device("cpu"), plan.pipeline_ranks, timedelta(seconds=60))
     loss_sum: Any = loss_sum_for(config.model.task, 2)
     strategy, _ = build_strategy(config, hf_config_of(family), facts, plan, context, loss_sum, None)
-    if plan.zero_stage:
-        strategy.update = DeepSpeedUpdate(strategy, config)
-    else:
-        optimizer = NamedOptimizer(strategy.named_parameters(), config.optimizer, facts.embeddings)
-        strategy.update = PlainUpdate(strategy, optimizer, config.train.clip_norm, LossScale.for_precision(config.precision))
+    attach_update(strategy, config)
     return strategy
 
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from mpfinetune.strategies import full_precision
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.full_precision_cases import full_precision_loss, plain_loss, random_model, train_and_score, with_lora
+from tests.multiproc.layouts import LOCAL
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import Problem, adapter_problem, build, make_batches, run_config
 
 CASE = "tests.multiproc.full_precision_cases:train_and_score"
 TOLERANCE = 1e-5
-LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
 OVERLAP: dict[str, Any] = {"strategy": "local", "partition": {"local_overlap": True, "num_stages": 2}, "devices": 2}
 PIPELINE: dict[str, Any] = {"strategy": "pipeline", "partition": {"rule": "uniform", "num_stages": 2}}
 ZBV: dict[str, Any] = {"strategy": "pipeline", "schedule": "zbv", "partition": {"rule": "uniform", "num_stages": 4}}

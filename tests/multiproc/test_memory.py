@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.memory_cases import ONE_PROCESS, TWO_RANKS, Numbers, compare, table_row
 from tests.multiproc.rank_pool import RankPool
 
+pytestmark = pytest.mark.usefixtures("built_ops")
 CASE = "tests.multiproc.memory_cases:compare"
 # Of what autograd keeps, and of the passes' peak.
 TOLERANCE = 0.05
 LIMIT_SECONDS = 180.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built_ops() -> None:
-    """In one process, before any rank needs them."""
-    prepare_ops("cpu", "none", "cpu", print)
 
 
 def check(predicted: Numbers, measured: Numbers) -> None:

@@ -13,6 +13,7 @@ from tests.multiproc.oom_cases import Injection, train
 from tests.multiproc.rank_pool import RankFailure, RankPool
 from tests.multiproc.training_cases import Problem
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = "tests.multiproc.oom_cases:train"
 LIMIT_SECONDS = 60.0
 SHAPES = ((8, 12), (8, 9), (8, 12))
@@ -23,14 +24,6 @@ LOOPED = {schedule: {"schedule": schedule, **FOUR_STAGES} for schedule in ("inte
 
 def micro(size: int) -> dict[str, Any]:
     return {"batch": {"global_size": 8, "micro_size": size}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check_recovery(pool: RankPool, problem: Problem, changes: dict[str, Any], injection: Injection) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from mpfinetune.errors import ConfigError
-from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.families import FAMILIES
 from tests.multiproc.layouts import LAYOUTS, LOCAL, OFFLOADED, PRECISIONS, PRODUCT, RECOMPUTE, SHAPES_OF_BLOCK_KIND, product_problem, zero
 from tests.multiproc.rank_pool import RankPool
@@ -32,6 +31,7 @@ from tests.multiproc.training_cases import (
     worst_of,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread", "built_ops")
 TOLERANCE = 1e-5
 # int8 computes in fp16 and rounds what enters a layer to 8 bits, so a last bit of fp32 can become a whole step of 1/127.
 INT8_TOLERANCE = 1e-3
@@ -160,21 +160,6 @@ PRODUCT_CASES = [pytest.param(*case, id="-".join(case).replace(" ", "_"), marks=
 def three_ranks() -> Iterator[RankPool]:
     with RankPool(3) as pool:
         yield pool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks: sums in the same order, and no threads that wait for each other on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built_ops() -> None:
-    """In one process, before any rank needs them."""
-    prepare_ops("cpu", "none", "cpu", print)
 
 
 def run(request: pytest.FixtureRequest, ranks: int, case: str = CASE, **arguments: Any) -> list[dict[str, Any]]:

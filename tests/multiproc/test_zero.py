@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
-from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.layouts import LOCAL, OFFLOADED, zero
 from tests.multiproc.rank_pool import RankFailure, RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
 
+pytestmark = pytest.mark.usefixtures("built_ops")
 CASE = "tests.multiproc.training_cases:train"
 TOLERANCE = 1e-5
 PIPELINE: dict[str, Any] = {}
@@ -23,12 +23,6 @@ LIMIT_SECONDS = 180.0
 
 
 BOTH = zero(3, optimizer="cpu", parameters="cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built_ops() -> None:
-    """In one process, before any rank needs them."""
-    prepare_ops("cpu", "none", "cpu", print)
 
 
 @cache
