@@ -23,14 +23,7 @@ def best_split(count: int, parts: int, cost: PartCost, rounds: int | None = None
     Returns:
         The number of items of each part, or None where no split has a finite cost.
     """
-    best, cut = _tables(count, parts, cost, rounds)
-    if parts > count or math.isinf(best[0][0]):
-        return None
-    sizes, start = [], 0
-    for part in range(parts):
-        sizes.append(cut[part][start] - start)
-        start = cut[part][start]
-    return sizes
+    return _sizes(*_tables(count, parts, cost, rounds))
 
 
 def fastest_split(
@@ -46,12 +39,12 @@ def fastest_split(
     Returns:
         Its sizes and seconds, or None where no split has a finite cost.
     """
-    first = best_split(count, parts, cost, rounds)
+    best, cut = _tables(count, parts, cost, rounds)
+    first = _sizes(best, cut)
     if first is None:
         return None
     even = best_split(count, parts, cost)
     assert even is not None
-    best, _ = _tables(count, parts, cost, rounds)
     seconds, found = min((step_seconds(sizes), sizes) for sizes in (first, even))
 
     def extend(sizes: list[int], start: int, earlier: float, bound: float) -> None:
@@ -75,6 +68,17 @@ def fastest_split(
     if parts <= _SEARCHED_PARTS:
         extend([], 0, 0.0, 0.0)
     return found, seconds
+
+
+def _sizes(best: list[list[float]], cut: list[list[int]]) -> list[int] | None:
+    """The number of items of each part, read from ``_tables``; None where no split has a finite cost (more parts than items, too)."""
+    if math.isinf(best[0][0]):
+        return None
+    sizes, start = [], 0
+    for stops in cut:
+        sizes.append(stops[start] - start)
+        start = stops[start]
+    return sizes
 
 
 def _tables(count: int, parts: int, cost: PartCost, rounds: int | None) -> tuple[list[list[float]], list[list[int]]]:

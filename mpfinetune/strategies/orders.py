@@ -6,6 +6,7 @@ and a plan can be made where no group is.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch.distributed import pipelining
@@ -29,6 +30,7 @@ class _StandIn:
         self.is_first, self.is_last = index == 0, index == num_stages - 1
 
 
+@cache  # a search for a split asks for the same ones many times; nobody changes them
 def schedule_orders(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> dict[int, list[Action]]:
     """For each pipeline rank its actions (stage, "F" | "B" | "I" | "W", microbatch) in order; I and W are a split backward pass."""
     row = SCHEDULES[schedule]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CALIBRATION_FILE = "calibration.json"
-cached_orders = cache(schedule_orders)  # a split asks for the same one many times
 
 
 class Forecast:
@@ -82,14 +81,14 @@ class Forecast:
             return replace(plan, notes=(*plan.notes, f"time: {error}; the step is not predicted"))
 
     def knowledge(self) -> Knowledge:
-        return Knowledge(self.times_of, cached_orders, self.needed_bytes, self.block_kinds, self.config.data.max_length)
+        return Knowledge(self.times_of, schedule_orders, self.needed_bytes, self.block_kinds, self.config.data.max_length)
 
     def needed_bytes(self, plan: Plan, rank: int, device: int) -> int:
         """What the card of a rank must have; only this rank's row of the plan need be right."""
         costs = self.meter.measure(plan.micro_size, self.config.data.max_length)
         orders: Mapping[int, Sequence[Action]] = {}
         if plan.strategy == "pipeline":
-            orders = cached_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
+            orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
         return card_memory(self.config, self.facts, plan, costs, orders, rank, device, ()).needed_bytes
 
     def block_kinds(self) -> Sequence[int]:
