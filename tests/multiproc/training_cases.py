@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,8 +128,14 @@ def hf_config_of(problem: Problem) -> Any:
     return tiny_config(problem.family, num_labels=problem.num_labels, **dict(problem.model_changes))
 
 
+@cache
+def _facts_of_base(family: str, task: ModelTask, num_labels: int, model_changes: tuple[tuple[str, Any], ...]) -> ModelFacts:
+    return inspect_model(tiny_config(family, num_labels=num_labels, **dict(model_changes)), task)
+
+
 def facts_of(problem: Problem, config: RunConfig) -> ModelFacts:
-    return facts_with_adapters(inspect_model(hf_config_of(problem), config.model.task), config.adapter)
+    base = _facts_of_base(problem.family, config.model.task, problem.num_labels, problem.model_changes)
+    return facts_with_adapters(base, config.adapter)
 
 
 def make_batches(problem: Problem) -> list[GlobalBatch]:
@@ -296,8 +303,8 @@ def plain_loop(problem: Problem) -> dict[str, Any]:
     In bf16 the model holds rounded copies of them.
     """
     hf_config = hf_config_of(problem)
-    facts = inspect_model(hf_config, problem.effective_task)
     config = run_config(problem, strategy="local", partition={}, frozen=[])
+    facts = facts_of(problem, config)
     stage, _ = build_stage(config, hf_config, facts, StageSpan(0, facts.num_blocks, True, True), CPU, None)
     model: Any = stage.model  # whole: transformers' own module, nothing replaced
     learning = {n: p for n, p in model.named_parameters() if not any(fnmatch(n, pattern) for pattern in problem.frozen)}
