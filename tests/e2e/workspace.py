@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import yaml
 
 from tests.families import CAUSAL_LM, task_of, tiny_config
+from tests.threads import one_thread
 from tests.unit.test_tasks import word_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -167,17 +167,6 @@ def command(*arguments: object, environment: Mapping[str, str] | None = None) ->
 
 def _leave(code: int) -> None:
     raise SystemExit(code)
-
-
-@contextmanager
-def one_thread() -> Any:
-    """As many threads as the ranks of a split run have, so that sums are taken in the same order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def train(config: Path, *overrides: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.rank_pool import RankPool
+from tests.threads import one_thread
 
 
 @pytest.fixture(scope="session")
@@ -25,13 +25,10 @@ def four_ranks() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """As the ranks: sums in the same order, and no threads that wait for each other on busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module", name="one_thread")
+def one_thread_for_the_module() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

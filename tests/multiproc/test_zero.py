@@ -13,6 +13,7 @@ from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from tests.multiproc.layouts import LOCAL, OFFLOADED, zero
 from tests.multiproc.rank_pool import RankFailure, RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
+from tests.threads import one_thread
 
 pytestmark = pytest.mark.usefixtures("built_ops")
 CASE = "tests.multiproc.training_cases:train"
@@ -27,12 +28,8 @@ BOTH = zero(3, optimizer="cpu", parameters="cpu")
 
 @cache
 def reference(family: str) -> dict[str, Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks: sums in the same order
-    try:
+    with one_thread():
         return plain_loop(Problem(family))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def weights_of(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
