@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mpfinetune.config import RunConfig
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
-from mpfinetune.planning.fallback import fall_back, one_card_only
+from mpfinetune.planning.fallback import NeededBytes, fall_back, one_card_only
 from mpfinetune.planning.tensor_bytes import learning_names
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ class EngineChoice:
     notes: tuple[str, ...] = ()
 
 
-def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int) -> EngineChoice:
-    """From the strategy that is wished for, meant for ``cards`` cards, to what is done here.
+def choose_engine(
+    config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int, needed: NeededBytes | None = None
+) -> EngineChoice:
+    """From the strategy that is wished for, meant for ``cards`` cards, to what is done here; ``needed`` is asked if one card must do.
 
     Raises:
         ConfigError: the engine cannot do what the config asks for.
@@ -41,8 +43,7 @@ def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: 
             "one process, which goes on with strategy zero: torchrun --nproc_per_node 1 -m mpfinetune train CONFIG"
         )
     if strategy == "pipeline" and cards > 1 and one_card and world.world_size in (None, 1):
-        learning = facts.numel(learning_names(config, facts))
-        found = fall_back(config, cards, facts.numel(facts.parameters), learning, world.device_type, world.device_bytes)
+        found = fall_back(config, cards, world.device_type, world.device_bytes, needed)
         choice = EngineChoice(found.strategy, found.zero_stage, found.offload_optimizer, found.offload_parameters, (found.note,))
     elif strategy == "zero":
         choice = EngineChoice("zero", config.zero.stage, config.offload.optimizer, config.offload.parameters)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpfinetune.config import RunConfig
 from mpfinetune.errors import LaunchError
 
 _GIB = 2**30
-# Activations, workspace and the allocator's slack are not in the bytes of the tensors.
-_USABLE_SHARE = 0.75
+# (ZeRO's stage, place of the optimizer, place of the weights) -> predicted peak of the one card, in bytes
+NeededBytes = Callable[[int, str, str], int]
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ def one_card_only(device_type: str, visible_devices: int, devices: int | None) -
     return visible_devices == 1 and (device_type == "cuda" or devices == 1)
 
 
-def fall_back(config: RunConfig, meant: int, parameters: int, learning: int, device_type: str, device_bytes: int | None) -> OneCard:
+def fall_back(config: RunConfig, meant: int, device_type: str, device_bytes: int | None, needed: NeededBytes | None) -> OneCard:
     """The decision for a run meant for ``meant`` cards.
 
     Args:
-        parameters: of the model. ``learning``: how many of them learn.
         device_bytes: memory of the card; None: not known.
+        needed: asked only where the card's memory is known; None: the plan predicts no memory.
 
     Raises:
         LaunchError: ``fallback: never``.
@@ -48,7 +49,7 @@ def fall_back(config: RunConfig, meant: int, parameters: int, learning: int, dev
     other = config.optimizer.name != "adamw" or config.quantize != "none" or config.adapter.type != "none"
     if other or (config.precision == "fp16" and device_type == "cpu"):
         return OneCard("local", 0, "none", "none", f"{found}: going on there with strategy local, with the same global batch and numbers")
-    stage, optimizer, weights = _offload_for(config, parameters, learning, device_bytes)
+    stage, optimizer, weights = _offload_for(config, device_bytes, needed)
     where = {"none": "on the card", "cpu": "in host memory", "nvme": "on disk"}
     size = "" if device_bytes is None else f"; the card has {device_bytes / _GIB:.1f} GiB"
     note = (
@@ -58,16 +59,15 @@ def fall_back(config: RunConfig, meant: int, parameters: int, learning: int, dev
     return OneCard("zero", stage, optimizer, weights, note)
 
 
-def _offload_for(config: RunConfig, parameters: int, learning: int, device_bytes: int | None) -> tuple[int, str, str]:
-    """(stage, optimizer, parameters): as much on the card as fits there, the optimizer leaving first, then the weights."""
-    narrow = config.precision != "fp32"
-    # Two moments and an fp32 master, which the engine keeps even of fp32 weights.
-    weights, gradients, states = parameters * (2 if narrow else 4), learning * 4, learning * 12
+def _offload_for(config: RunConfig, device_bytes: int | None, needed: NeededBytes | None) -> tuple[int, str, str]:
+    """(stage, optimizer, weights): as much on the card as fits there, the optimizer leaving first, then the weights; if nothing fits, the smallest.
+
+    Stage 3 is not always that: of a model below a billion parameters DeepSpeed keeps all that it has gathered.
+    """
     wished = config.offload.optimizer
-    if device_bytes is None:
-        return 2, wished if wished != "none" else "cpu", "none"
-    room = device_bytes * _USABLE_SHARE
-    if wished == "none" and weights + gradients + states <= room:
-        return 2, "none", "none"
-    optimizer = wished if wished != "none" else "cpu"
-    return (2, optimizer, "none") if weights + gradients <= room else (3, optimizer, "cpu")
+    outside = wished if wished != "none" else "cpu"
+    ways = [(2, wished, "none"), (2, outside, "none"), (3, outside, "cpu")]
+    if device_bytes is None or needed is None:
+        return ways[1]
+    predicted = {way: needed(*way) for way in ways}
+    return next((way for way in ways if predicted[way] <= device_bytes), min(ways, key=predicted.__getitem__))

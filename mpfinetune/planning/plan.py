@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpfinetune.config import LOOPED_SCHEDULES, RunConfig
+from mpfinetune.config import LOOPED_SCHEDULES, PartitionConfig, RunConfig, ZeroConfig
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import choose_engine, rank_bytes
+from mpfinetune.planning.fallback import NeededBytes
 from mpfinetune.planning.hardware import PlanCard
 from mpfinetune.planning.memory_plan import MemoryPlan
 from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count, rows_to_measure
@@ -136,16 +137,16 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
     """Decide strategy, stages, replicas and microbatches.
 
     Args:
-        knowledge: for a split by time; not asked otherwise.
+        knowledge: for a split by time or memory, and for one card that must do for several; not asked otherwise.
 
     Raises:
         ConfigError: stages, map, schedule and batch do not fit the model or each other.
         LaunchError: the number of processes does not fit the plan.
     """
     strategy, num_stages = _strategy_and_stages(config, world)
-    engine = choose_engine(config, facts, world, strategy, math.ceil(num_stages / _stages_per_rank(config)))
-    if engine.strategy != strategy:
-        strategy, num_stages = engine.strategy, 1
+    cards = math.ceil(num_stages / _stages_per_rank(config))
+    engine = choose_engine(config, facts, world, strategy, cards, _needed_on_one_card(knowledge, config, facts, world))
+    strategy, num_stages = engine.strategy, num_stages if engine.strategy == strategy else 1
     stages_per_rank = num_stages if strategy in ("local", "zero") else _stages_per_rank(config)
     if num_stages % stages_per_rank:
         raise ConfigError(
@@ -188,10 +189,23 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         rows = (_rank_plan(rank, config, facts, spans, pipeline_ranks, stages_per_rank) for rank in ranks)
         return replace(draft, spans=spans, ranks=tuple(rank_bytes(row, engine, replicas) for row in rows))
 
-    if is_cut:
-        judge = None if knowledge is None else _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
-        return with_spans(partition(config.partition, facts, num_stages, judge), range(pipeline_ranks))
-    return with_spans(whole, range(pipeline_ranks))
+    if not is_cut:
+        return with_spans(whole, range(pipeline_ranks))
+    judge = None if knowledge is None else _judge(knowledge, config, facts, world, replace(draft, spans=whole * num_stages), with_spans)
+    return with_spans(partition(config.partition, facts, num_stages, judge), range(pipeline_ranks))
+
+
+def _needed_on_one_card(knowledge: Knowledge | None, config: RunConfig, facts: ModelFacts, world: World) -> NeededBytes | None:
+    """What one card would have to hold of the whole run with ZeRO."""
+    if knowledge is None:
+        return None
+
+    def needed_bytes(stage: Any, optimizer: Any, parameters: Any) -> int:  # literals of the config
+        offload = replace(config.offload, optimizer=optimizer, parameters=parameters)
+        alone = replace(config, strategy="zero", partition=PartitionConfig(), zero=ZeroConfig(stage), offload=offload)
+        return knowledge.needed_bytes(make_plan(alone, facts, replace(world, world_size=1, processes_per_host=1)), 0, 0)
+
+    return needed_bytes
 
 
 def _first_micro_size(config: RunConfig, strategy: str, zero_stage: int, pipeline_ranks: int, replicas: int) -> int:

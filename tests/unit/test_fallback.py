@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from mpfinetune.config import config_from_dict
+from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
+from mpfinetune.training.forecast import Forecast
 from tests.families import tiny_config
 
 GIB = 2**30
@@ -22,9 +23,13 @@ def facts() -> ModelFacts:
     return inspect_model(tiny_config("llama"), "causal_lm")
 
 
-def plan(facts: ModelFacts, world: World, **changes: Any) -> Plan:
+def config_of(**changes: Any) -> RunConfig:
     base = {"model": {"path": "x", "task": "causal_lm"}, "data": {"path": "y"}, "batch": {"global_size": 8, "micro_size": 2}, "run_dir": "r"}
-    return make_plan(config_from_dict({**base, "strategy": "pipeline", **changes}), facts, world)
+    return config_from_dict({**base, "strategy": "pipeline", **changes})
+
+
+def plan(facts: ModelFacts, world: World, **changes: Any) -> Plan:
+    return make_plan(config_of(**changes), facts, world)
 
 
 def engine(made: Plan) -> tuple[str, int, str, str]:
@@ -39,14 +44,41 @@ def test_one_card_goes_on_with_zero_and_the_same_global_batch(facts: ModelFacts,
     assert note.startswith("the run is meant for 2 cards, and one is visible (CUDA_VISIBLE_DEVICES): going on there with strategy zero")
 
 
-def test_optimizer_leaves_the_card_first_then_the_weights(facts: ModelFacts) -> None:
+@pytest.mark.parametrize("changes", [{}, {"recompute": "full", "precision": "bf16"}], ids=["fp32", "bf16-recompute"])
+def test_as_much_stays_on_the_card_as_is_predicted_to_fit(changes: dict[str, Any]) -> None:
+    """The optimizer leaves first, then the weights: a card of the predicted bytes of a way takes it, one of a byte less the next."""
+    large = tiny_config("llama", hidden_size=4096, intermediate_size=16384, num_hidden_layers=6)
+    facts = inspect_model(large, "causal_lm")
+    forecasts: list[Forecast] = []  # one measurement serves all
+
+    def forecast_of(config: RunConfig, world: World) -> Forecast:
+        forecasts.append(Forecast(config, large, facts, world, 2, forecasts[-1:]))
+        return forecasts[-1]
+
+    def planned(card_bytes: int, **more: Any) -> Plan:
+        world = World("cuda", 1, None, device_bytes=card_bytes)
+        config = config_of(**changes, **more)
+        return make_plan(config, facts, world, forecast_of(config, world).knowledge())
+
+    def needed(stage: int, optimizer: str, parameters: str) -> int:
+        way = {"strategy": "zero", "zero": {"stage": stage}, "offload": {"optimizer": optimizer, "parameters": parameters}}
+        config, world = config_of(**changes, **way), World("cuda", 1, 1)
+        return forecast_of(config, world).needed_bytes(make_plan(config, facts, world), 0, 0)
+
+    ways = [(2, "none", "none"), (2, "cpu", "none"), (3, "cpu", "cpu")]
+    sizes = [needed(*way) for way in ways]
+    assert sizes == sorted(sizes, reverse=True)
+    for index, way in enumerate(ways):
+        assert engine(planned(sizes[index])) == ("zero", *way)
+        assert engine(planned(sizes[index] - 1)) == ("zero", *ways[min(index + 1, 2)])  # the smallest, where nothing fits
+    assert engine(planned(sizes[0], offload={"optimizer": "cpu"})) == ("zero", *ways[1])
+
+
+def test_all_offloaded_the_host_holds_everything(facts: ModelFacts) -> None:
     count = facts.numel(facts.parameters)
-    for bytes_per_parameter, expected in ((30, (2, "none", "none")), (14, (2, "cpu", "none")), (4, (3, "cpu", "cpu"))):
-        made = plan(facts, World("cuda", 1, None, device_bytes=bytes_per_parameter * count))
-        assert engine(made) == ("zero", *expected)
-    on_host = plan(facts, World("cuda", 1, None, device_bytes=4 * count)).ranks[0]
+    row = plan(facts, World("cuda", 1, 1), strategy="zero", zero={"stage": 3}, offload={"optimizer": "cpu", "parameters": "cpu"}).ranks[0]
     # weights, two moments, masters and the masters' gradients
-    assert (on_host.weight_bytes, on_host.optimizer_bytes, on_host.host_bytes) == (0, 0, 20 * count)
+    assert (row.weight_bytes, row.optimizer_bytes, row.host_bytes) == (0, 0, 20 * count)
 
 
 def test_offload_that_was_asked_for_stays(facts: ModelFacts) -> None:
@@ -115,8 +147,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(facts: ModelFacts, 
 
 
 def json_of(facts: ModelFacts, deepspeed: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    base = {"model": {"path": "x", "task": "causal_lm"}, "data": {"path": "y"}, "batch": {"global_size": 8, "micro_size": 2}, "run_dir": "r"}
-    config = config_from_dict({**base, "strategy": "zero", "deepspeed": deepspeed, **changes})
+    config = config_of(strategy="zero", deepspeed=deepspeed, **changes)
     return engine_config(config, make_plan(config, facts, World("cpu", 2, 2)))
 
 
