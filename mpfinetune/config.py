@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from omegaconf import MISSING, OmegaConf
 
 from mpfinetune.config_checks import check_rules, check_rules_of, value_at
-from mpfinetune.config_files import escape, merge_overrides, read_yaml, resolve
+from mpfinetune.config_files import escape, merge_overrides, read_yaml, resolve, spell_out
 from mpfinetune.config_rules import LOOPED_SCHEDULES, RULES, Rule
 from mpfinetune.config_values import convert, type_in_words
 from mpfinetune.errors import ConfigError, did_you_mean
@@ -152,7 +152,7 @@ class OffloadConfig:
     optimizer: Literal["none", "cpu", "nvme", "auto"] = option(
         "none",
         "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam. `auto`: there if they do not "
-        "fit on the cards.",
+        "fit on the cards, and the weights with them where that is not enough; `offload: auto` is short for it.",
     )
     parameters: Literal["none", "cpu", "nvme"] = option("none", "Where the weights live between uses. Only with strategy: zero and zero.stage: 3.")
     nvme_path: str | None = option(None, "Folder on a fast local disk, for nvme.")
@@ -342,7 +342,7 @@ class _Reading:
 def _config_from_dict(given: dict[Any, Any], problems: list[str]) -> RunConfig:
     reading = _Reading(list(problems))
     config = RunConfig()
-    _assign(config, resolve(given, reading.problems), "", reading)
+    _assign(config, spell_out(resolve(given, reading.problems)), "", reading)
     for path, _ in config_paths():
         if value_at(config, path) == MISSING and path not in reading.wrong:
             reading.problems.append(f"{path}: required, but not given")

@@ -87,6 +87,15 @@ def resolve(given: dict[Any, Any], problems: list[str]) -> dict[Any, Any]:
     return resolved
 
 
+# One word where a section is expected, and the keys that it stands for.
+_WORDS_FOR_SECTIONS: dict[tuple[str, str], dict[str, Any]] = {("offload", "auto"): {"optimizer": "auto"}}
+
+
+def spell_out(given: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy in which a word that stands for a section, like ``offload: auto``, is that section."""
+    return {key: _WORDS_FOR_SECTIONS.get((key, value), value) if isinstance(value, str) else value for key, value in given.items()}
+
+
 def escape(value: Any) -> Any:
     """So that ${ in a text, of a prompt template for example, is read back as these characters."""
     if isinstance(value, dict):

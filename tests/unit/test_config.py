@@ -60,6 +60,13 @@ def test_small_config_resolves_with_defaults(given: dict[str, Any]) -> None:
     assert check_rules(config) == []
 
 
+def test_one_word_stands_for_the_section_of_offload(tmp_path: Path) -> None:
+    assert config_from_dict({**GLUE, "offload": "auto"}).offload.optimizer == "auto"
+    path = write(tmp_path / "c.yaml", "model: {path: m}\ndata: {task: mrpc}\nrun_dir: r\noffload: {optimizer: cpu}\n")
+    assert load_config(path, ["offload=auto"]).offload.optimizer == "auto"
+    assert "offload: 'cuda' given, but this is a section with the keys optimizer, parameters, nvme_path" in problems_of({**GLUE, "offload": "cuda"})
+
+
 def test_checking_changes_nothing() -> None:
     given = with_values(GLUE, {"model.overrides": {"hidden_dropout_prob": 0.0}, "partition.stages": ["embed, 0-2", "3-5, head"]})
     before = copy.deepcopy(given)
