@@ -75,6 +75,19 @@ def quantised_bytes(linear: LinearFacts, kind: Kind) -> int:
     return -(-count // 2) + scales + 4 * -(-scales // SCALE_BLOCK) + _NF4_TABLES_BYTES
 
 
+def statistics_of(module: nn.Module) -> list[Tensor]:
+    """The scales and code tables that bitsandbytes keeps beside the quantised weights of a module; a shared one may be there twice."""
+    found: list[Tensor | None] = []
+    for parameter in module.parameters():
+        found.append(getattr(parameter, "SCB", None))
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None:
+            found += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    # Where the scales of int8 weights go at the first forward pass.
+    found += [getattr(getattr(child, "state", None), "SCB", None) for child in module.modules()]
+    return [tensor for tensor in found if tensor is not None]
+
+
 @dataclass(frozen=True)
 class TensorQuantizer:
     """Quantises one weight as it is read or drawn. For transformers' loader it stands where its own quantizers do.

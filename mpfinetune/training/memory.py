@@ -16,6 +16,7 @@ from mpfinetune.errors import LaunchError, ModelError
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import CostMeter, CostQuestion
 from mpfinetune.models.facts import ModelFacts
+from mpfinetune.models.quantize import statistics_of
 from mpfinetune.planning.memory import predict_memory
 from mpfinetune.planning.memory_plan import GIB, MIB, MemoryPlan
 from mpfinetune.planning.plan import Plan, World
@@ -162,17 +163,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _weight_bytes(strategy: Strategy) -> int:
-    """Parameters with what bitsandbytes hangs on them; partitioned ones with this rank's part."""
-    tensors: list[Any] = []
-    for parameter in strategy.named_parameters().values():
-        held, state = getattr(parameter, "ds_tensor", parameter), getattr(parameter, "quant_state", None)
-        tensors += [held, getattr(parameter, "SCB", None)]
-        if state is not None:
-            tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    """Parameters with the statistics of those that are quantised; partitioned ones with this rank's part."""
+    tensors: list[torch.Tensor] = [getattr(parameter, "ds_tensor", parameter) for parameter in strategy.named_parameters().values()]
     for stage in strategy.stages.values():
-        # Where the scales of int8 weights go at the first forward pass.
-        tensors += [getattr(getattr(module, "state", None), "SCB", None) for module in stage.modules()]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
+        tensors += statistics_of(stage)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 @dataclass(frozen=True)
