@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from mpfinetune.config import DistConfig
+from mpfinetune.dist import host_memory_bytes
 from mpfinetune.doctor.results import GIB, ChildFailure, ChildTimeout, Machine, Result, run_children
 
 _CHILD_SECONDS = 25.0
@@ -26,8 +27,10 @@ _NF4_ERROR = 0.16
 
 def host_memory(machine: Machine) -> Result:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available, swap {swap.used / GIB:.1f} of {swap.total / GIB:.1f} GiB in use"
-    if memory.available < 4 * GIB:
+    total = host_memory_bytes()  # a container may have less than the machine
+    available = min(memory.available, total)
+    found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available, swap {swap.used / GIB:.1f} of {swap.total / GIB:.1f} GiB in use"
+    if available < 4 * GIB:
         return Result("warn", found, "end other programs; a run that finds no host memory is killed by the kernel (signal 9)")
     if swap.total and swap.used > swap.total / 2:
         return Result("warn", found, "the machine swaps: offloading would be slow; end other programs")

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": BASE | {"models", "data"},
     "strategies": BASE | {"models", "data", "planning", "dist"},
     "training": BASE | {"models", "data", "planning", "strategies", "dist", "reports"},
-    "doctor": BASE | {"models", "planning", "strategies"},
+    "doctor": BASE | {"models", "planning", "strategies", "dist"},
     "cli": BASE | {"models", "data", "planning", "strategies", "training", "dist", "reports", "doctor"},
 }
 # Modules at the top of the package that belong to one part.
