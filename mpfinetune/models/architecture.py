@@ -47,7 +47,7 @@ def resolve_model_folder(model: ModelConfig, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model.path, allow_patterns=patterns, etag_timeout=5))
     except Exception as error:  # the hub's client raises a dozen kinds; all mean: not to be had
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model.path: '{model.path}' is no local folder, and it cannot be had from the hub: {reason}. "
             "Give the path of a folder with config.json and *.safetensors."

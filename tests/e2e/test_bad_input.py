@@ -160,6 +160,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # the model
     "missing model folder": Mistake(("model.path: no such folder", "./no/such/model"), {"model.path": "./no/such/model"}),
+    "hub id that the hub does not have": Mistake(
+        ("model.path: 'no-such-org/no-such-model' is no local folder, and it cannot be had from the hub", "config.json"),
+        {"model.path": "no-such-org/no-such-model"},
+    ),
     "folder without config.json": Mistake(("no config.json",), make=bert_folder(without_config)),
     "broken config.json": Mistake(("model.path", "cannot be read"), make=bert_folder(broken_config)),
     "pickled weights only": Mistake(("pickled weights (.bin) only", "save_pretrained"), make=bert_folder(pickled_only)),

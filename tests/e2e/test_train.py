@@ -116,6 +116,38 @@ def test_plan_writes_the_plan_and_starts_nothing(work: Workspace) -> None:
     assert [path.name for path in work.run_dir().iterdir()] == ["plan.json"]
 
 
+def prediction_of(outcome: Outcome, work: Workspace) -> dict[str, Any] | None:
+    """What the plan that was written says of the step."""
+    assert outcome.code == 0, outcome.text
+    return json.loads((work.run_dir() / "plan.json").read_text())["prediction"]
+
+
+def test_a_plan_with_a_picture_for_cards_that_are_not_here(work: Workspace) -> None:
+    changes = {**PIPELINE, "partition.rule": "time", "hardware": [{"gpu": "rtx3090"}, {"gpu": "gtx1080ti", "memory_gib": 10.5}]}
+    picture = work.folder / "plan.png"
+    outcome = command("plan", work.config(**changes), "--picture", picture)
+    assert outcome.code == 0, outcome.text
+    assert picture.read_bytes().startswith(b"\x89PNG") and f"drawn into {picture}" in outcome.text.replace("\n", "")
+    prediction = prediction_of(outcome, work)
+    assert prediction is not None and prediction["source"] == "cards' figures" and prediction["step_seconds"] > 0
+
+
+def test_calibrated_once_every_later_plan_uses_the_measured_times(work: Workspace) -> None:
+    """Two processes of the command's own measure; the plan after it reads what they wrote."""
+    config = work.config(**PIPELINE)
+    assert prediction_of(command("plan", config), work) is None
+    measured = finish(start("plan", config, "--calibrate"))
+    assert measured.code == 0 and "measuring on 2 process(es)" in measured.text, measured.text
+    assert len(json.loads((work.run_dir() / "calibration.json").read_text())["ranks"]) == 2
+    later = prediction_of(command("plan", config), work)
+    assert later is not None and later["source"] == "measured" and later["step_seconds"] > 0
+
+
+def test_calibration_and_cards_that_are_not_here_exclude_each_other(work: Workspace) -> None:
+    outcome = command("plan", work.config(hardware=[{"gpu": "rtx3090"}]), "--calibrate")
+    assert outcome.code == 2 and "hardware: names the cards of the plan" in outcome.text
+
+
 def test_split_and_whole_runs_have_the_same_numbers(work: Workspace, two_ranks: RankPool) -> None:
     train(work.config("mixtral", name="whole", **{"eval.every_steps": 3}))
     two_ranks.run(TRAIN_CASE, {"config": str(work.config("mixtral", name="split", **PIPELINE, **{"eval.every_steps": 3}))})
