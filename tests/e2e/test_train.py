@@ -136,7 +136,7 @@ def test_calibrated_once_every_later_plan_uses_the_measured_times(work: Workspac
     """Two processes of the command's own measure; the plan after it reads what they wrote."""
     config = work.config(**PIPELINE)
     assert prediction_of(command("plan", config), work) is None
-    measured = finish(start("plan", config, "--calibrate"))
+    measured = finish(start("plan", config, "--calibrate"), seconds=240)
     assert measured.code == 0 and "measuring on 2 process(es)" in measured.text, measured.text
     assert len(json.loads((work.run_dir() / "calibration.json").read_text())["ranks"]) == 2
     later = prediction_of(command("plan", config), work)

@@ -11,7 +11,7 @@ import torch
 
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
 from tests.multiproc.layouts import LOCAL, OFFLOADED, zero
-from tests.multiproc.rank_pool import RankFailure, RankPool
+from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
 from tests.threads import one_thread
 
@@ -80,14 +80,14 @@ def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path,
 @pytest.mark.parametrize("changes", [OFFLOADED, zero(2), BOTH], ids=["pipeline_offload", "zero_2", "zero_3_both_offloads"])
 def test_a_parameter_without_a_gradient_stops_the_first_update(two_ranks: RankPool, changes: dict[str, Any]) -> None:
     arguments = {"problem": Problem("gpt2"), "changes": changes}
-    with pytest.raises(RankFailure, match="ModelError: frozen: forgotten should learn, but the loss of the first update gives no gradient there"):
-        two_ranks.run("tests.multiproc.training_cases:train_with_a_forgotten_parameter", arguments, LIMIT_SECONDS)
+    errors = two_ranks.run("tests.multiproc.training_cases:error_of_a_forgotten_parameter", arguments, LIMIT_SECONDS)
+    assert all("frozen: forgotten should learn, but the loss of the first update gives no gradient there" in error for error in errors), errors
 
 
 def test_stage_3_loads_a_part_at_a_time(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 20, "num_attention_heads": 8}
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12, "num_attention_heads": 8}
     LlamaForCausalLM(LlamaConfig(num_key_value_heads=8, **sizes)).save_pretrained(tmp_path)
     # The allocator would keep freed tensors for the next ones, and the measurement would show its habits.
     with RankPool(2, environment={"MALLOC_MMAP_THRESHOLD_": "131072"}) as pool:

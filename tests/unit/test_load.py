@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -345,8 +346,20 @@ print(json.dumps([peak(), own]))
 """
 
 
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """The folder of a model with about 300 MB of fp32 weights, tied or not; each is written once."""
+
+    @cache
+    def saved_model(tied: bool) -> Path:
+        folder = tmp_path_factory.mktemp("large")
+        save_large_model(folder, tied)
+        return folder
+
+    return saved_model
+
+
 def save_large_model(folder: Path, tied: bool) -> None:
-    """About 300 MB of fp32 weights."""
     config = tiny_config(
         "llama", vocab_size=16000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12,
         num_key_value_heads=4, tie_word_embeddings=tied,
@@ -376,11 +389,11 @@ def bare_peak(tmp_path_factory: pytest.TempPathFactory) -> int:
     ids=["half", "whole-in-bf16", "whole-tied"],
 )
 def test_a_rank_needs_its_own_bytes_and_little_more(
-    tied: bool, precision: str, span: tuple[int, int, bool, bool], bare_peak: int, tmp_path: Path
+    tied: bool, precision: str, span: tuple[int, int, bool, bool], bare_peak: int, large_model: Callable[[bool], Path]
 ) -> None:
     """Holding the whole model would be twice the bytes of a half; the fp32 of the file beside bf16, three times."""
-    save_large_model(tmp_path, tied)
-    assert sum(file.stat().st_size for file in weight_files(tmp_path)) > 200 * 2**20
-    peak, own = peak_and_own_bytes(tmp_path, precision, span)
+    folder = large_model(tied)
+    assert sum(file.stat().st_size for file in weight_files(folder)) > 200 * 2**20
+    peak, own = peak_and_own_bytes(folder, precision, span)
     used = f"{(peak - bare_peak) / 2**20:.0f} MiB above the bare process for {own / 2**20:.0f} MiB of weights, at most 15 % more allowed"
     assert peak - bare_peak <= 1.15 * own, used
