@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from mpfinetune.config_checks import check_rules, check_rules_of, value_at
-from mpfinetune.config_files import escape, merge_overrides, read_yaml, resolve, spell_out
+from mpfinetune.config_files import merge_overrides, read_yaml, resolve, spell_out
 from mpfinetune.config_rules import LOOPED_SCHEDULES, RULES, Rule
 from mpfinetune.config_values import convert, type_in_words
 from mpfinetune.errors import ConfigError, did_you_mean
@@ -31,7 +31,6 @@ __all__ = [
     "config_hints",
     "config_paths",
     "load_config",
-    "save_config",
 ]
 
 T = TypeVar("T")
@@ -152,7 +151,12 @@ class OffloadConfig:
     optimizer: Literal["none", "cpu", "nvme", "auto"] = option(
         "none",
         "Where fp32 masters and optimizer states live. `cpu`: in host memory, updated there by DeepSpeed's CPUAdam. `auto`: there if they do not "
-        "fit on the cards, and the weights with them where that is not enough; `offload: auto` is short for it.",
+        "fit on the cards, and with them gradients (pipeline) or weights (zero) where that is not enough; `offload: auto` is short for it.",
+    )
+    gradients: Literal["none", "cpu"] = option(
+        "none",
+        "Where a pipeline adds up the gradients of an update's microbatches. `cpu`: each leaves the card as soon as it is computed, so that the "
+        "card holds none, at the price of its transfer for every microbatch; with offload.optimizer: cpu.",
     )
     parameters: Literal["none", "cpu", "nvme"] = option("none", "Where the weights live between uses. Only with strategy: zero and zero.stage: 3.")
     nvme_path: str | None = option(None, "Folder on a fast local disk, for nvme.")
@@ -298,11 +302,6 @@ def config_from_dict(given: dict[str, Any]) -> RunConfig:
         ConfigError: with one line per problem found.
     """
     return _config_from_dict(given, [])
-
-
-def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved config, every default included, as YAML that ``load_config`` reads back equal."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(escape(dataclasses.asdict(config)))), encoding="utf-8")
 
 
 def config_paths(config_type: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:

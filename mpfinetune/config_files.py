@@ -1,7 +1,8 @@
-"""A config before its types are known: reading YAML, merging ``key=value`` overrides, replacing ${...}."""
+"""A config before its types are known: reading YAML, merging ``key=value`` overrides, replacing ${...}; and writing it back."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,15 @@ def spell_out(given: dict[Any, Any]) -> dict[Any, Any]:
     return {key: _WORDS_FOR_SECTIONS.get((key, value), value) if isinstance(value, str) else value for key, value in given.items()}
 
 
-def escape(value: Any) -> Any:
+def save_config(config: Any, path: Path) -> None:
+    """Write a resolved ``RunConfig``, every default included, as YAML that ``load_config`` reads back equal."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(_escape(asdict(config)))), encoding="utf-8")
+
+
+def _escape(value: Any) -> Any:
     """So that ${ in a text, of a prompt template for example, is read back as these characters."""
     if isinstance(value, dict):
-        return {key: escape(item) for key, item in value.items()}
+        return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [escape(item) for item in value]
+        return [_escape(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -250,6 +250,20 @@ RULES: tuple[Rule, ...] = (
         instead="set both, or offload.optimizer: cpu",
     ),
     Rule(
+        "offload.gradients",
+        lambda c: c.offload.gradients == "none" or (c.strategy == "pipeline" and c.offload.optimizer == "cpu"),
+        "none, unless strategy is pipeline and offload.optimizer is cpu",
+        why="they are added to what CPUAdam reads; strategy zero moves them itself from stage 2 on",
+        instead="set both, or strategy: zero with zero.stage: 2",
+    ),
+    Rule(
+        "offload.gradients",
+        lambda c: c.offload.gradients == "none" or c.schedule not in ZERO_BUBBLE_SCHEDULES,
+        "none with a zero-bubble schedule",
+        why="its split backward writes gradients where no hook sees them",
+        instead="take schedule: 1f1b, gpipe or interleaved_1f1b",
+    ),
+    Rule(
         "offload.parameters",
         lambda c: c.offload.parameters == "none" or (c.strategy == "zero" and c.zero.stage == 3),
         "none, unless strategy is zero and zero.stage is 3",
@@ -268,7 +282,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.zero.stage == 2 or c.strategy == "zero",
         "left out unless strategy is zero",
         why="in a pipeline ZeRO-2 gives wrong gradients and ZeRO-3 hangs",
-        instead="set strategy: zero, or take offload.optimizer: cpu, which is ZeRO-1 within each stage",
+        instead="set strategy: zero, or take offload.optimizer: cpu, ZeRO-1 within each stage, and offload.gradients: cpu beside it",
     ),
     Rule(
         "deepspeed",

@@ -23,6 +23,7 @@ class EngineChoice:
     zero_stage: int = 0
     offload_optimizer: str = "none"
     offload_parameters: str = "none"
+    offload_gradients: str = "none"
     notes: tuple[str, ...] = ()
 
 
@@ -44,11 +45,11 @@ def choose_engine(
         )
     if strategy == "pipeline" and cards > 1 and one_card and world.world_size in (None, 1):
         found = fall_back(config, cards, world.device_type, world.device_bytes, needed)
-        choice = EngineChoice(found.strategy, found.zero_stage, found.offload_optimizer, found.offload_parameters, (found.note,))
+        choice = EngineChoice(found.strategy, found.zero_stage, found.offload_optimizer, found.offload_parameters, notes=(found.note,))
     elif strategy == "zero":
         choice = EngineChoice("zero", config.zero.stage, config.offload.optimizer, config.offload.parameters)
     elif strategy == "pipeline" and config.offload.optimizer != "none":
-        choice = EngineChoice("pipeline", 1, config.offload.optimizer)
+        choice = EngineChoice("pipeline", 1, config.offload.optimizer, offload_gradients=config.offload.gradients)
     else:
         choice = EngineChoice(strategy)
     _check(choice, config, world)
@@ -87,13 +88,22 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
     copies = row.gradient_bytes - row.master_bytes if choice.zero_stage else 0
     states, masters = row.optimizer_bytes + copies, row.master_bytes + copies
     weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], states // share[1]
+    leaving = row.gradient_bytes - row.shared_gradient_bytes if choice.offload_gradients != "none" else 0
     host = 0
     if choice.offload_optimizer != "none":
         # CPUAdam has a gradient of each master beside it.
         host, optimizer = host + optimizer + row.gradient_bytes // share[1], 0
     if choice.offload_parameters != "none":
         host, weights = host + weights, 0
-    return replace(row, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer, host_bytes=host, master_bytes=masters // share[1])
+    return replace(
+        row,
+        weight_bytes=weights,
+        gradient_bytes=gradients - leaving,
+        leaving_gradient_bytes=leaving,
+        optimizer_bytes=optimizer,
+        host_bytes=host,
+        master_bytes=masters // share[1],
+    )
 
 
 def engine_lines(plan: Plan) -> list[str]:
@@ -102,7 +112,11 @@ def engine_lines(plan: Plan) -> list[str]:
         return []
     split = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")[plan.zero_stage - 1]
     where = {"cpu": "in host memory", "nvme": "on disk"}
-    parts = (("optimizer states and fp32 masters", plan.offload_optimizer), ("weights", plan.offload_parameters))
+    parts = (
+        ("optimizer states and fp32 masters", plan.offload_optimizer),
+        ("gradients", plan.offload_gradients),
+        ("weights", plan.offload_parameters),
+    )
     moved = [f"{what} {where[device]}" for what, device in parts if device != "none"]
     host = sum(row.host_bytes for row in plan.ranks) / 2**20
     return [

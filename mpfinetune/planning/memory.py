@@ -18,7 +18,7 @@ from mpfinetune.planning.activations import StageCost, StepPeak, stage_cost, ste
 from mpfinetune.planning.memory_plan import GIB, MIB, CardMemory, MemoryPlan, PhaseMemory
 from mpfinetune.planning.plan import Plan, RankPlan, World
 from mpfinetune.planning.schedule import Action
-from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, optimizer_bytes, precision_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, optimizer_bytes, precision_bytes, shared_names, weight_bytes
 
 # CUDA's context with torch's kernels and cuBLAS' workspace: 300 to 600 MiB on cards of the last ten years.
 CUDA_CONTEXT_BYTES = 450 * MIB
@@ -162,7 +162,10 @@ def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCo
     span = plan.spans[stage]
     learning = learning_names(config, facts)
     gradients: dict[str, int] = {}
-    for name in {facts.canonical_name(name) for name in span.parameter_names(facts)} & learning:
+    held = {facts.canonical_name(name) for name in span.parameter_names(facts)}
+    if plan.offload_gradients != "none":
+        held &= shared_names(facts, span.parameter_names(facts))
+    for name in held & learning:
         part = facts.parameters[name]
         where = f"block {part.block}" if part.block is not None else "epilogue" if part.part == "epilogue" else "prologue"
         gradients[where] = gradients.get(where, 0) + 4 * part.numel

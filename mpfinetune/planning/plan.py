@@ -15,7 +15,7 @@ from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
-from mpfinetune.planning.engines import choose_engine, rank_bytes
+from mpfinetune.planning.engines import EngineChoice, choose_engine, rank_bytes
 from mpfinetune.planning.fallback import NeededBytes
 from mpfinetune.planning.hardware import PlanCard
 from mpfinetune.planning.memory_plan import MemoryPlan
@@ -23,7 +23,7 @@ from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count,
 from mpfinetune.planning.partition import SplitJudge, effective_rule, partition, refuse_what_cannot_be_cut
 from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
-from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, weight_bytes
+from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, shared_names, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class RankPlan:
     gradient_bytes: int
     optimizer_bytes: int
     host_bytes: int = 0  # what is offloaded from the card
+    shared_gradient_bytes: int = 0  # of the parameters that learn, those of which another rank holds a copy
+    leaving_gradient_bytes: int = 0  # summed on the host, in fp32; not among gradient_bytes
     master_bytes: int = 0  # of the optimizer's bytes, fp32 copies of narrow weights: there before the first update
 
     @property
@@ -78,6 +80,7 @@ class Plan:
     zero_stage: int = 0  # of the DeepSpeed engine; 0: there is none
     offload_optimizer: str = "none"
     offload_parameters: str = "none"
+    offload_gradients: str = "none"
     notes: tuple[str, ...] = ()  # what the plan found and did about it
     placement: Placement | None = None  # the modules' devices, for a map of strategy local
     memory: MemoryPlan | None = None  # predicted bytes, phase by phase; None: not asked for
@@ -158,13 +161,13 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
     if is_cut:
         refuse_what_cannot_be_cut(config.partition, facts, num_stages)
     placement = _placement(config, strategy, facts, world)
-    replicas = _replicas(config, strategy, pipeline_ranks, world)
+    replicas = _replicas(config, strategy, pipeline_ranks, world, engine)
     schedule = config.schedule if strategy == "pipeline" else "none"
     micro_size = _first_micro_size(config, strategy, engine.zero_stage, pipeline_ranks, replicas)
     microbatches = microbatch_count(strategy, schedule, pipeline_ranks, replicas, config.batch.global_size, micro_size)
     whole = (StageSpan(0, facts.num_blocks, True, True),)
     draft = Plan(
-        strategy=strategy,
+        **vars(engine),  # strategy, ZeRO's stage, what is offloaded, notes
         schedule=schedule,
         device_type=world.device_type,
         rule=effective_rule(config.partition) if is_cut else "manual" if placement else "whole model",
@@ -178,10 +181,6 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         precision=config.precision,
         total_parameters=facts.numel(facts.parameters),
         ranks=(),
-        zero_stage=engine.zero_stage,
-        offload_optimizer=engine.offload_optimizer,
-        offload_parameters=engine.offload_parameters,
-        notes=engine.notes,
         placement=placement,
     )
 
@@ -320,7 +319,7 @@ def _placement(config: RunConfig, strategy: str, facts: ModelFacts, world: World
     return resolve_device_map(config.partition.device_map, facts, world.visible_devices)
 
 
-def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: World) -> int:
+def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: World, engine: EngineChoice) -> int:
     if world.world_size is None:
         replicas = 1 if strategy == "local" else max(1, world.visible_devices // pipeline_ranks)
     elif strategy == "local":
@@ -342,6 +341,11 @@ def _replicas(config: RunConfig, strategy: str, pipeline_ranks: int, world: Worl
             f"the plan needs {pipeline_ranks} cards, but {world.visible_devices} are visible (CUDA_VISIBLE_DEVICES, devices); "
             "take fewer stages, or strategy: local for one card"
         )
+    if engine.offload_gradients != "none" and replicas > 1:
+        raise ConfigError(
+            f"offload.gradients: cpu given with {replicas} replicas, whose gradients would have to come back to the cards to be summed; start "
+            f"{pipeline_ranks} processes (devices: {pipeline_ranks}), or set offload.gradients: none"
+        )
     return replicas
 
 
@@ -361,6 +365,7 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
         gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
         optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning) + code_table_bytes(config, facts, learning),
         master_bytes=sum(master_bytes(config, facts, name) for name in learning),
+        shared_gradient_bytes=facts.numel(learning & shared_names(facts, names)) * 4,
     )
 
 

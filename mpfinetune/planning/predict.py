@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.schedule import Action, stages_of_rank
 from mpfinetune.planning.simulate import Event, timeline_rows
+from mpfinetune.planning.tensor_bytes import TYPE_BYTES
 from mpfinetune.planning.timing import RankTimes, Source, StageClock, simulate_step
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
     seconds = update_bytes(row.gradient_bytes, row.optimizer_bytes) / times.update_bytes_per_second
     if plan.offload_optimizer != "none":
         seconds += 2 * row.host_bytes / link
+    if plan.offload_gradients != "none":  # every microbatch's in the weights' type; the last one's is counted above
+        seconds += (plan.microbatches - 1) * row.leaving_gradient_bytes * TYPE_BYTES[plan.precision] / 4 / link
     ring = (plan.replicas - 1) / plan.replicas
     if plan.zero_stage >= 2:
         seconds += plan.microbatches * ring * row.gradient_bytes * plan.replicas / link

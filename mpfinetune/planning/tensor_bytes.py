@@ -36,6 +36,12 @@ def learning_names(config: RunConfig, facts: ModelFacts) -> frozenset[str]:
     return learning
 
 
+def shared_names(facts: ModelFacts, names: Iterable[str]) -> frozenset[str]:
+    """Canonical names of the tied parameters of which ``names``, those that one rank holds, are not all: another rank has a copy."""
+    own = set(names)
+    return frozenset(tied[0] for tied in facts.tied_names if 0 < len(own.intersection(tied)) < len(tied))
+
+
 def weight_bytes(config: RunConfig, facts: ModelFacts, names: Iterable[str]) -> int:
     """Bytes of the weights behind canonical names: quantised ones with their statistics, adapters in fp32."""
     layers, adapters = quantised_layers(facts, config.quantize), facts.adapter_names

@@ -26,6 +26,7 @@ from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.strategies.deepspeed_ops import choose_accelerator
 from mpfinetune.strategies.deepspeed_reset import forget_pass
+from mpfinetune.strategies.gradient_offload import HostGradients
 from mpfinetune.strategies.update import refuse_unreached, zero_gradient
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class DeepSpeedUpdate:
         for name, parameter in self._learning.items():
             parameter.model_parallel = True  # type: ignore[attr-defined]  # else only pipeline rank 0's count in the norm
             parameter.ds_pipe_replicated = name not in own  # type: ignore[attr-defined]  # a copy of another rank's: counted there
-            if self.in_place and parameter.dtype != torch.float32:
+            if self.in_place and parameter.dtype != torch.float32 and not self._leaves_at_once(name):
                 parameter.grad_dtype = torch.float32
         # Until the first update. Not ``.grad``: the engines take the gradients away as they come.
         self._gradients_are_checked = False
@@ -124,6 +125,12 @@ class DeepSpeedUpdate:
             # They would count backward passes and move gradients away under the pipeline's runtime.
             for hook in self.zero._grad_acc_hooks:
                 hook.remove()
+        staying = [name for name in self._learning if not self._leaves_at_once(name)]
+        self._on_host = HostGradients(self.zero, self._learning, staying) if len(staying) < len(self._learning) else None
+
+    def _leaves_at_once(self, name: str) -> bool:
+        """Whether each microbatch's gradient goes to the host by itself; that of a shared parameter waits to be summed over its copies."""
+        return self.plan.offload_gradients != "none" and all(name != shared.name for shared in self.strategy.shared)
 
     @property
     def loss_scale(self) -> float:
@@ -201,6 +208,8 @@ class DeepSpeedUpdate:
         """Forget what the passes since the last update have left, also those that were broken off."""
         if not self.in_place:
             forget_pass(self.engine)
+        if self._on_host is not None:
+            self._on_host.drop()
         for parameter in [*self._learning.values(), *self._placeholders]:
             parameter.grad = None
 
@@ -271,16 +280,19 @@ class DeepSpeedUpdate:
 
     def _hand_over_gradients(self) -> None:
         """From ``.grad`` to where the engine looks at the boundary; what got no gradient has zeros, or it would reuse its last norm."""
-        parameters = [*self._learning.values(), *self._placeholders]
+        held = [parameter for name, parameter in self._learning.items() if self._on_host is None or name not in self._on_host]
+        parameters = [*held, *self._placeholders]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
         self.strategy.sum_shared_gradients()
-        self.gradient_bytes = sum(parameter.grad.nbytes for parameter in self._learning.values() if parameter.grad is not None)
+        self.gradient_bytes = sum(parameter.grad.nbytes for parameter in held if parameter.grad is not None)
         self.zero.setup_buckets()
         if self.zero.use_grad_accum_attribute:
             for parameter in parameters:
                 parameter.grad_accum, parameter.grad = parameter.grad, None  # type: ignore[attr-defined]
+        if self._on_host is not None:
+            self._on_host.hand_over()
 
     def _stream(self, key: str | None) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor on the CPU) of weights (None) or of a moment, gathered one by one; on other replicas than the first nothing."""

@@ -102,7 +102,8 @@ def _combinations(config: RunConfig, has_cards: bool) -> list[tuple[tuple[str, A
         axes.append([(("recompute", value),) for value in ("none", "every_2", "full")])
     if config.offload.optimizer == "auto":
         outside = (("offload.optimizer", "cpu"),)
-        axes.append([(("offload.optimizer", "none"),), outside, (*outside, ("offload.parameters", "cpu"))])
+        further = [(*outside, (f"offload.{what}", "cpu")) for what in ("gradients", "parameters")]  # of a pipeline, of strategy zero
+        axes.append([(("offload.optimizer", "none"),), outside, *further])
     if _rows_are_open(config, has_cards):
         sizes = [2**power for power in range(config.batch.global_size.bit_length()) if 2**power <= config.batch.global_size]
         axes.append([(("batch.micro_size", rows),) for rows in sizes])
@@ -148,6 +149,7 @@ def closest_change(config: RunConfig, plan_of: PlanOf) -> str:
         (("data.max_length", max(2, config.data.max_length // 2)),),
         (("recompute", "full"),),
         (("offload.optimizer", "cpu"),),
+        (("offload.optimizer", "cpu"), ("offload.gradients", "cpu")),
         (("optimizer.name", "adamw_8bit"),),
         (("quantize", "nf4"), ("adapter.type", "lora")),
     ]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpfinetune.config import RunConfig
+from mpfinetune.config_rules import ZERO_BUBBLE_SCHEDULES
 from mpfinetune.data.batches import GlobalBatch
 from mpfinetune.planning.plan import Plan
 from mpfinetune.reports.console import Reporter
@@ -27,6 +28,7 @@ SAVINGS: tuple[tuple[Callable[[RunConfig, Plan], bool], str], ...] = (
     (lambda c, p: c.precision == "fp32", "precision: bf16"),
     (lambda c, p: c.recompute == "none", "recompute: full"),
     (lambda c, p: p.strategy in ("pipeline", "zero") and p.offload_optimizer == "none" and _plain_adamw(c), "offload.optimizer: cpu"),
+    (lambda c, p: p.strategy == "pipeline" and p.offload_optimizer == "cpu" and _gradients_could_leave(p), "offload.gradients: cpu"),
     (lambda c, p: p.strategy in ("pipeline", "local") and p.offload_optimizer == "none" and _plain_adamw(c), "optimizer.name: adamw_8bit"),
     (lambda c, p: p.strategy == "zero" and p.zero_stage < 3, "zero.stage: 3 with offload.parameters: cpu"),
     (lambda c, p: p.zero_stage == 3 and p.offload_parameters == "none", "offload.parameters: cpu"),
@@ -40,6 +42,10 @@ SAVINGS: tuple[tuple[Callable[[RunConfig, Plan], bool], str], ...] = (
 
 def _plain_adamw(config: RunConfig) -> bool:
     return config.optimizer.name == "adamw" and config.adapter.type == "none"
+
+
+def _gradients_could_leave(plan: Plan) -> bool:
+    return plan.offload_gradients == "none" and plan.replicas == 1 and plan.schedule not in ZERO_BUBBLE_SCHEDULES
 
 
 class DoesNotFit(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mpfinetune.config import save_config
+from mpfinetune.config_files import save_config
 from mpfinetune.dist import DistContext, init_distributed
 from mpfinetune.errors import CheckpointError, DataError
 from mpfinetune.models.quantize import in_words

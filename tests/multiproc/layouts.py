@@ -11,6 +11,7 @@ from tests.multiproc.training_cases import SUB_BLOCK_MAPS, Problem
 SHAPES_OF_BLOCK_KIND = ("llama", "gpt2", "bert")  # untied decoder, tied decoder, encoder
 LOCAL: dict[str, Any] = {"strategy": "local", "partition": {}}
 OFFLOADED: dict[str, Any] = {"offload": {"optimizer": "cpu"}}
+GRADIENTS_OFFLOADED: dict[str, Any] = {"offload": {"optimizer": "cpu", "gradients": "cpu"}}
 
 
 def zero(stage: int, **offload: str) -> dict[str, Any]:
@@ -30,6 +31,7 @@ LAYOUTS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
     "local, Pipe": (lambda family: {"strategy": "local", "partition": {"local_overlap": True}}, 0),
     "pipeline": (lambda family: {}, 2),
     "pipeline, offload": (lambda family: OFFLOADED, 2),
+    "pipeline, offload of gradients too": (lambda family: GRADIENTS_OFFLOADED, 2),
     "pipeline x 2 replicas": (lambda family: {}, 4),
     "zero 1": (lambda family: zero(1), 2),
     "zero 2": (lambda family: zero(2), 2),

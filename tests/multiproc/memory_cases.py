@@ -208,6 +208,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b, lora on nf4, bf16": ("llama", {**_TWO, **LORA, "quantize": "nf4", "precision": "bf16"}),
     "1f1b, adamw_8bit": ("gpt2", {**_TWO, "optimizer": {"name": "adamw_8bit"}}),
     "1f1b, offload": ("llama", {**_TWO, "offload": {"optimizer": "cpu"}}),
+    "1f1b, offload of gradients too": ("gpt2", {**_TWO, "offload": {"optimizer": "cpu", "gradients": "cpu"}}),
     "1f1b, offload, bf16": ("gpt2", {**_TWO, "offload": {"optimizer": "cpu"}, "precision": "bf16"}),
 }
 

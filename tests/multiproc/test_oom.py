@@ -75,7 +75,11 @@ def test_dropout_is_that_of_the_smaller_size(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("changes", [OFFLOADED, {"strategy": "zero", "zero": {"stage": 1}}], ids=["pipeline-offload", "zero-1"])
+@pytest.mark.parametrize(
+    "changes",
+    [OFFLOADED, {**OFFLOADED, "offload": {"optimizer": "cpu", "gradients": "cpu"}}, {"strategy": "zero", "zero": {"stage": 1}}],
+    ids=["pipeline-offload", "pipeline-gradients", "zero-1"],
+)
 def test_an_engine_drops_what_it_has_gathered(two_ranks: RankPool, changes: dict[str, Any], where: str) -> None:
     prepare_ops("cpu", "none", "cpu", print)
     check_recovery(two_ranks, Problem("gpt2", shapes=SHAPES), changes, Injection(1, 1, 1, where))

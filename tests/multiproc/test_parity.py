@@ -19,7 +19,18 @@ import torch
 
 from mpfinetune.errors import ConfigError
 from tests.families import FAMILIES
-from tests.multiproc.layouts import LAYOUTS, LOCAL, OFFLOADED, PRECISIONS, PRODUCT, RECOMPUTE, SHAPES_OF_BLOCK_KIND, product_problem, zero
+from tests.multiproc.layouts import (
+    GRADIENTS_OFFLOADED,
+    LAYOUTS,
+    LOCAL,
+    OFFLOADED,
+    PRECISIONS,
+    PRODUCT,
+    RECOMPUTE,
+    SHAPES_OF_BLOCK_KIND,
+    product_problem,
+    zero,
+)
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import (
     Problem,
@@ -73,6 +84,7 @@ def micro(size: int) -> dict[str, Any]:
 
 ALL = (*FAMILIES, "deberta-v2")
 LABEL_COUNTS = {"label_counts": (1, 1, 6, 6), "shapes": ((4, 8), (4, 8))}
+ONLY_THE_LAST_BLOCK_LEARNS = {"frozen": ("transformer.w*", "transformer.h.[012].*", "transformer.ln_f*")}
 SCORED_BY_LAST_TOKEN = {"task": "sequence_classification", "model_changes": (("pad_token_id", 0),)}
 
 COLUMNS: dict[str, Column] = {
@@ -118,8 +130,13 @@ COLUMNS: dict[str, Column] = {
     # DeepSpeed's engines. The norm is taken group by group over all ranks, and the first rank here has no parameter without decay
     "offload_embed_alone": Column(("llama",), {**OFFLOADED, **by_map("embed", "0-3, head")}),
     "offload_zbv": Column(("gpt2",), {**OFFLOADED, "schedule": "zbv", **FOUR_STAGES}),
+    "offload_gradients_looped": Column(("llama",), {**GRADIENTS_OFFLOADED, "schedule": "interleaved_1f1b", **FOUR_STAGES}),
+    "offload_gradients_gpipe": Column(("gpt2",), {**GRADIENTS_OFFLOADED, "schedule": "gpipe"}),
+    "offload_gradients_embed_alone": Column(("llama",), {**GRADIENTS_OFFLOADED, **by_map("embed", "0-3, head")}),
+    "offload_gradients_last_block": Column(("gpt2",), GRADIENTS_OFFLOADED, ONLY_THE_LAST_BLOCK_LEARNS),
+    "offload_gradients_lora_nf4": Column(("llama",), GRADIENTS_OFFLOADED, adapter={"quantize": "nf4"}),
     "offload_replicas": Column(("llama", "gpt2"), OFFLOADED, ranks=4),
-    "offload_last_block_learns": Column(("gpt2",), OFFLOADED, {"frozen": ("transformer.w*", "transformer.h.[012].*", "transformer.ln_f*")}),
+    "offload_last_block_learns": Column(("gpt2",), OFFLOADED, ONLY_THE_LAST_BLOCK_LEARNS),
     "zero_1_offload": Column(("gpt2",), zero(1, optimizer="cpu")),
     "zero_2_offload": Column(("llama",), zero(2, optimizer="cpu")),
     # adapters, quantised bases and stages without anything to learn

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
-from tests.multiproc.layouts import LOCAL, OFFLOADED, zero
+from tests.multiproc.layouts import GRADIENTS_OFFLOADED, LOCAL, OFFLOADED, zero
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import Problem, plain_loop, train
 from tests.threads import one_thread
@@ -36,7 +36,11 @@ def weights_of(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: value for result in results for name, value in result["parameters"].items()}
 
 
-@pytest.mark.parametrize("changes", [OFFLOADED, zero(1), zero(2), BOTH], ids=["pipeline_offload", "zero_1", "zero_2", "zero_3_both_offloads"])
+@pytest.mark.parametrize(
+    "changes",
+    [OFFLOADED, GRADIENTS_OFFLOADED, zero(1), zero(2), BOTH],
+    ids=["pipeline_offload", "pipeline_gradients", "zero_1", "zero_2", "zero_3_both_offloads"],
+)
 @pytest.mark.parametrize(("value", "precision"), [(float("inf"), "fp32"), (float("nan"), "bf16")])
 def test_a_gradient_that_is_not_finite_changes_nothing(two_ranks: RankPool, changes: dict[str, Any], value: float, precision: str) -> None:
     shapes = ((8, 12), (7, 9))
@@ -67,7 +71,7 @@ def test_a_run_goes_on_under_other_strategies(two_ranks: RankPool, tmp_path: Pat
         torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("target", [zero(1), zero(3), BOTH, OFFLOADED], ids=["zero_1", "zero_3", "both", "pipeline_offload"])
+@pytest.mark.parametrize("target", [zero(1), zero(3), BOTH, GRADIENTS_OFFLOADED], ids=["zero_1", "zero_3", "both", "pipeline_gradients"])
 def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path, target: dict[str, Any]) -> None:
     first = train(Problem("gpt2"), LOCAL, updates=(0, 1), save=str(tmp_path))
     arguments = {"problem": Problem("gpt2"), "changes": target, "updates": (1, None), "resume": str(tmp_path / "step-00000001")}
@@ -77,7 +81,9 @@ def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path,
         torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [OFFLOADED, zero(2), BOTH], ids=["pipeline_offload", "zero_2", "zero_3_both_offloads"])
+@pytest.mark.parametrize(
+    "changes", [OFFLOADED, GRADIENTS_OFFLOADED, zero(2), BOTH], ids=["pipeline_offload", "pipeline_gradients", "zero_2", "zero_3_both_offloads"]
+)
 def test_a_parameter_without_a_gradient_stops_the_first_update(two_ranks: RankPool, changes: dict[str, Any]) -> None:
     arguments = {"problem": Problem("gpt2"), "changes": changes}
     errors = two_ranks.run("tests.multiproc.training_cases:error_of_a_forgotten_parameter", arguments, LIMIT_SECONDS)

@@ -49,7 +49,7 @@ def test_with_room_nothing_is_recomputed_or_moved(folder: Path) -> None:
     assert (config.recompute, config.offload.optimizer, config.offload.parameters) == ("none", "none", "none")
     assert missing_bytes(plan) == 0
     chosen, runners_up = [note for note in plan.notes if note.startswith("auto:")]
-    assert "recompute: none, offload.optimizer: none" in chosen and "the fastest that fits of 6 combinations" in chosen
+    assert "recompute: none, offload.optimizer: none" in chosen and "the fastest that fits of 9 combinations" in chosen
     assert runners_up.startswith("auto: runners-up: ") and "s a step" in runners_up
 
 
@@ -57,13 +57,14 @@ def test_less_memory_is_answered_by_offload_then_by_recompute(folder: Path) -> N
     """The cheapest sacrifice first; and what was too large is said."""
     wishes = {"strategy": "pipeline", "recompute": "auto", "offload": {"optimizer": "auto"}}
     seconds, kept = [], []
-    for memory_gib in (12, 2.3, 2.0):
+    for memory_gib in (12, 2.3, 2.0, 1.8):
         config, plan = plan_of(config_of(folder, memory_gib, **wishes))
         assert missing_bytes(plan) == 0 and plan.prediction is not None and plan.memory is not None
         seconds.append(plan.prediction.step_seconds)
-        kept.append((config.recompute, config.offload.optimizer))
+        kept.append((config.recompute, config.offload.optimizer, config.offload.gradients))
     assert seconds == sorted(seconds)
-    assert kept == [("none", "none"), ("none", "cpu"), ("full", "cpu")] and any("auto: too large: " in note for note in plan.notes)
+    assert kept == [("none", "none", "none"), ("none", "cpu", "none"), ("none", "cpu", "cpu"), ("full", "cpu", "cpu")]
+    assert any("auto: too large: " in note for note in plan.notes)
 
 
 def test_strategy_by_time_where_the_cards_are_known(folder: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from mpfinetune.config import RULES, RunConfig, check_rules, config_from_dict, config_hints, config_paths, load_config, save_config
+from mpfinetune.config import RULES, RunConfig, check_rules, config_from_dict, config_hints, config_paths, load_config
 from mpfinetune.config_checks import paths_read
+from mpfinetune.config_files import save_config
 from mpfinetune.config_values import convert, type_in_words
 from mpfinetune.errors import ConfigError, UserError
 
@@ -64,7 +65,7 @@ def test_one_word_stands_for_the_section_of_offload(tmp_path: Path) -> None:
     assert config_from_dict({**GLUE, "offload": "auto"}).offload.optimizer == "auto"
     path = write(tmp_path / "c.yaml", "model: {path: m}\ndata: {task: mrpc}\nrun_dir: r\noffload: {optimizer: cpu}\n")
     assert load_config(path, ["offload=auto"]).offload.optimizer == "auto"
-    assert "offload: 'cuda' given, but this is a section with the keys optimizer, parameters, nvme_path" in problems_of({**GLUE, "offload": "cuda"})
+    assert "offload: 'cuda' given, but this is a section with the keys optimizer, gradients, parameters, nvme_path" in problems_of({**GLUE, "offload": "cuda"})
 
 
 def test_checking_changes_nothing() -> None:
@@ -408,6 +409,18 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         GLUE,
+        {"offload.gradients": "cpu", "strategy": "zero", "offload.optimizer": "cpu"},
+        "offload.gradients: 'cpu' given, must be none, unless strategy is pipeline and offload.optimizer is cpu: they are added to "
+        "what CPUAdam reads; strategy zero moves them itself from stage 2 on; set both, or strategy: zero with zero.stage: 2",
+    ),
+    (
+        GLUE,
+        {"offload.gradients": "cpu", "strategy": "pipeline", "offload.optimizer": "cpu", "schedule": "zbv"},
+        "offload.gradients: 'cpu' given, must be none with a zero-bubble schedule: its split backward writes gradients where no "
+        "hook sees them; take schedule: 1f1b, gpipe or interleaved_1f1b",
+    ),
+    (
+        GLUE,
         {"offload.parameters": "cpu", "strategy": "zero"},
         "offload.parameters: 'cpu' given, must be none, unless strategy is zero and zero.stage is 3: only stage 3 gathers "
         "parameters when they are used; set zero.stage: 3, or offload the optimizer only",
@@ -422,7 +435,7 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         GLUE,
         {"zero.stage": 3, "strategy": "pipeline"},
         "zero.stage: 3 given, must be left out unless strategy is zero: in a pipeline ZeRO-2 gives wrong gradients and ZeRO-3 "
-        "hangs; set strategy: zero, or take offload.optimizer: cpu, which is ZeRO-1 within each stage",
+        "hangs; set strategy: zero, or take offload.optimizer: cpu, ZeRO-1 within each stage, and offload.gradients: cpu beside it",
     ),
     (
         GLUE,

@@ -53,6 +53,18 @@ def test_the_unequal_cards_get_unequal_shares_of_a_13b_model(tmp_path: Path) -> 
     assert max(predictions["time"].idle_shares) < max(predictions["uniform"].idle_shares)
 
 
+def test_three_billion_parameters_learn_on_two_12gb_cards_since_their_gradients_leave(tmp_path: Path) -> None:
+    shape = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8}
+    tied = {"vocab_size": 128256, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+    tiny_config("llama", **shape, **tied).save_pretrained(tmp_path)
+    path = CONFIGS[0].parent / "full_3b_two_12gb.yaml"
+    plan = plan_run(load_config(path, [f"model.path={tmp_path}"]), None, with_memory=True, for_hardware=True).plan
+    assert plan.memory is not None and all(card.fits for card in plan.memory.cards) and plan.total_parameters > 3.2e9
+    assert plan.memory.fullest_host_bytes < 64 * 2**30
+    with pytest.raises(ConfigError, match=r"no split over 2 cards fits"):
+        plan_run(load_config(path, [f"model.path={tmp_path}", "offload.gradients=none"]), None, with_memory=True, for_hardware=True)
+
+
 @pytest.mark.parametrize("rule", ["time", "memory"])
 def test_cards_too_small_for_one_block_are_told_what_is_missing(rule: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16}

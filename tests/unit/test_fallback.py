@@ -137,6 +137,24 @@ REFUSED: list[tuple[str, dict[str, Any], World]] = [
 ]
 
 
+def test_gradients_leave_one_replica_only_and_come_back_to_no_card(facts: ModelFacts) -> None:
+    changes = {"offload": {"optimizer": "cpu", "gradients": "cpu"}}
+    made = plan(facts, World("cuda", 2, device_bytes=24 * GIB), **changes)
+    whole = facts.numel(facts.parameters) * 4
+    assert [row.gradient_bytes for row in made.ranks] == [0, 0] and sum(row.leaving_gradient_bytes for row in made.ranks) == whole
+    assert sum(row.host_bytes for row in made.ranks) == 4 * whole  # masters, two moments, the masters' gradients
+    with pytest.raises(ConfigError, match=r"offload.gradients: cpu given with 2 replicas, .* start 2 processes \(devices: 2\)"):
+        plan(facts, World("cuda", 4), partition={"num_stages": 2}, **changes)
+    assert plan(facts, ONE_CARD, **changes).offload_gradients == "none"  # ZeRO-2 moves them itself
+
+
+def test_the_gradient_of_tied_weights_stays_for_the_sum_over_their_copies() -> None:
+    tied = inspect_model(tiny_config("gpt2"), "causal_lm")
+    made = plan(tied, World("cpu", 2, 2), offload={"optimizer": "cpu", "gradients": "cpu"})
+    table = tied.parameters["transformer.wte.weight"].numel * 4
+    assert [row.gradient_bytes for row in made.ranks] == [table, table]
+
+
 @pytest.mark.parametrize(("reason", "changes", "world"), REFUSED)
 def test_what_an_engine_cannot_do_is_refused_with_the_reason(facts: ModelFacts, reason: str, changes: dict[str, Any], world: World) -> None:
     with pytest.raises(ConfigError, match=reason):
