@@ -28,14 +28,17 @@ from tests.multiproc.layouts import (
     PRODUCT,
     RECOMPUTE,
     SHAPES_OF_BLOCK_KIND,
+    WHOLE_BLOCKS,
     product_problem,
     zero,
 )
 from tests.multiproc.rank_pool import RankPool
 from tests.multiproc.training_cases import (
+    SUB_BLOCK_MAPS,
     Problem,
     adapter_problem,
     differences,
+    local_over,
     make_batches,
     plain_loop,
     train,
@@ -149,6 +152,10 @@ COLUMNS: dict[str, Column] = {
     "lora_nf4_bf16_offload_recompute": Column(
         ("llama",), {**OFFLOADED, "recompute": "full"}, adapter={"quantize": "nf4", "precision": "bf16"}, tolerance=BF16_LOSS_TOLERANCE
     ),
+    "lora_replicas_of_the_whole": Column(("llama",), {"partition": {"num_stages": 1}}, adapter={}),
+    "lora_map_of_blocks": Column(("bert",), local_over(device_map=WHOLE_BLOCKS["bert"]), adapter={"quantize": "int8"}, ranks=0),
+    "lora_map_inside_blocks": Column(("gpt2",), local_over(device_map=SUB_BLOCK_MAPS["gpt2"]), adapter={"quantize": "nf4"}, ranks=0),
+    "lora_pipe": Column(("llama",), local_over(local_overlap=True), adapter={"quantize": "nf4"}, ranks=0),
     "rslora": Column(("llama",), adapter={"adapter": {"type": "rslora", "rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}}),
     "dora_nf4": Column(("bert",), adapter={"quantize": "nf4", "adapter": {"type": "dora", "rank": 4, "targets": ["query", "value"]}}),
     "lora_first_frozen": Column(("llama",), adapter=on_blocks(2, 3)),
