@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mpfinetune.config import OptimizerConfig, RunConfig
 from mpfinetune.dist import DistContext, choose_backend
+from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.trainable import decays
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.deepspeed_config import engine_config
@@ -105,17 +106,18 @@ class DeepSpeedUpdate:
         self._gradients_are_checked = False
         self._reached: set[str] = set()
         self._watches = [parameter.register_hook(partial(self._note_gradient, name)) for name, parameter in self._learning.items()]
+        # Of the run, not of what this rank holds: ranks with other engines would not meet in the same exchanges. Adapters are fp32.
+        self._precision = "fp32" if self.in_place and strategy.facts.adapted else self.plan.precision
         groups, placeholders = self._groups(config.optimizer)
         self._placeholders = placeholders
         self.gradient_bytes = 0
         # In the pipeline not the stages: the engine would hang hooks on them, and cast what does not learn.
         module = nn.ParameterList([*self._learning.values(), *placeholders]) if self.in_place else strategy.stages[0]
-        precision = "fp32" if self.in_place and all(p.dtype == torch.float32 for p in module.parameters()) else self.plan.precision
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=_optimizer(groups, config.optimizer, self.plan.offload_optimizer),
             mpu=strategy.process_map if hasattr(strategy, "process_map") else ProcessMap(strategy.context),
-            config=engine_config(config, self.plan, precision),
+            config=engine_config(config, self.plan, self._precision),
             dist_init_required=False,
         )
         self.zero: Any = self.engine.optimizer
@@ -214,7 +216,10 @@ class DeepSpeedUpdate:
             parameter.grad = None
 
     def weight_tensors(self) -> dict[str, Tensor]:
-        """Every weight of this rank, whole and in full precision, on the CPU of the first replica; the others help to gather them."""
+        """Every weight of this rank, whole and in full precision, on the CPU of the first replica; the others help to gather them.
+
+        What is whole on the host already is no copy: the next update changes it.
+        """
         return {name: tensor for name, tensor in self._stream(None)}
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -268,15 +273,12 @@ class DeepSpeedUpdate:
         for decayed in (True, False):
             members = [p for name, p in self._learning.items() if decays_whole(name, p) is decayed]
             if not members and self.in_place:
-                members = [nn.Parameter(torch.zeros(2, dtype=self._dtype(), device=self.strategy.context.device))]
+                members = [nn.Parameter(torch.zeros(2, dtype=TORCH_DTYPES[self._precision], device=self.strategy.context.device))]
                 members[0].ds_pipe_replicated = True  # type: ignore[attr-defined]
                 placeholders += members
             if members:
                 groups.append({"params": members, "weight_decay": settings.weight_decay if decayed else 0.0})
         return groups, placeholders
-
-    def _dtype(self) -> torch.dtype:
-        return next((p.dtype for p in self._learning.values()), torch.float32)
 
     def _hand_over_gradients(self) -> None:
         """From ``.grad`` to where the engine looks at the boundary; what got no gradient has zeros, or it would reuse its last norm."""
@@ -299,16 +301,26 @@ class DeepSpeedUpdate:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         for name, parameter in self._learning.items():
-            whole = safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
+            whole = self._undivided(parameter, key)
+            if whole is None:
+                whole = safe_get_full_fp32_param(parameter) if key is None else safe_get_full_optimizer_state(parameter, key)
             assert whole is not None and whole.numel() > 0, f"{name} could not be gathered"
             if self.strategy.context.replica == 0:
-                yield name, whole.detach().to("cpu", copy=True).reshape(whole_shape(parameter))
+                yield name, whole.detach().to("cpu").reshape(whole_shape(parameter))
         if key is None:
             for name, parameter in self._parameters.items():
                 if not parameter.requires_grad:
                     with gathered(parameter):
                         if self.strategy.context.replica == 0:
-                            yield name, parameter.detach().to("cpu", copy=True)
+                            yield name, parameter.detach().to("cpu", copy=hasattr(parameter, "ds_id"))
+
+    def _undivided(self, parameter: nn.Parameter, key: str | None) -> Tensor | None:
+        """The engine's own tensor, [numel], where one replica holds it whole, as with offload on two cards: gathering would copy all of it."""
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if self.strategy.context.replicas > 1 or mapping is None:
+            return None
+        fragment: Tensor = mapping.get_hp_fragment(key)
+        return fragment if fragment.numel() == parameter.numel() else None
 
     def _flat_parameters(self) -> list[Tensor]:
         """The engine's flat fp32 partitions, which torch's optimizer updates."""

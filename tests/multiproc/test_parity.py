@@ -132,6 +132,10 @@ COLUMNS: dict[str, Column] = {
     "eager_attention": Column(("llama", "bert"), {"model": {}}),
     # DeepSpeed's engines. The norm is taken group by group over all ranks, and the first rank here has no parameter without decay
     "offload_embed_alone": Column(("llama",), {**OFFLOADED, **by_map("embed", "0-3, head")}),
+    # a rank on which nothing learns must have the same kind of engine, or the two do not meet in the same exchanges
+    "offload_last_block_learns_bf16": Column(
+        ("gpt2",), OFFLOADED, {"precision": "bf16", "config": (("trainable", ["transformer.h.3"]),)}, tolerance=BF16_LOSS_TOLERANCE
+    ),
     "offload_zbv": Column(("gpt2",), {**OFFLOADED, "schedule": "zbv", **FOUR_STAGES}),
     "offload_gradients_looped": Column(("llama",), {**GRADIENTS_OFFLOADED, "schedule": "interleaved_1f1b", **FOUR_STAGES}),
     "offload_gradients_gpipe": Column(("gpt2",), {**GRADIENTS_OFFLOADED, "schedule": "gpipe"}),
