@@ -244,6 +244,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "offload.optimizer",
+        lambda c: not _offloads(c) or c.precision != "fp16" or c.adapter.type == "none",
+        "none or auto for precision: fp16 with an adapter",
+        why="adapters are fp32, and the engine of what is fp32 does not scale the loss, so gradients would vanish in fp16 activations",
+        instead="set precision: bf16, or leave the adapter's small optimizer on the card",
+    ),
+    Rule(
+        "offload.optimizer",
         lambda c: c.offload.optimizer != "nvme" or (c.strategy == "zero" and c.offload.nvme_path is not None),
         "cpu, or nvme with strategy: zero and offload.nvme_path",
         why="only strategy zero swaps to a disk, and it needs a folder there",
