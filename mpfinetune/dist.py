@@ -239,6 +239,10 @@ def _in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Any]) 
     def flush() -> None:
         if not bucket:
             return
+        if len(bucket) == 1 and bucket[0].is_contiguous():  # an embedding, of which a copy may be a gigabyte
+            collective(bucket[0].view(-1))
+            bucket.clear()
+            return
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         collective(flat)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):

@@ -66,7 +66,7 @@ class HostGradients:
         if name in self._begun:
             self._sums[name].add_(self._on_host(flat))
         else:
-            self._sums[name].copy_(flat)
+            self._sums[name].copy_(self._on_host(flat))
             self._begun.add(name)
 
     def _on_host(self, flat: Tensor) -> Tensor:
