@@ -36,6 +36,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh"
 cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > GPUS ? cores / GPUS : 1))}"
 
+# After a signal the ranks finish their update and save; torchrun would kill them after 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
+
 # Static rendezvous: the ranks follow NODE_RANK, so the first stage is on the machine that says 0. No restarts: a run goes on from
 # its checkpoints, with the same command.
 exec "$PY" -m torch.distributed.run --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS" \

@@ -17,4 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh"
 cores="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
 
+# After a signal the ranks finish their update and save; torchrun would kill them after 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
+
 exec "$PY" -m torch.distributed.run --standalone --nproc_per_node 2 -m mpfinetune train "$@"

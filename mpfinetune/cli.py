@@ -87,7 +87,7 @@ def _calibrate_here(settings: RunConfig, reporter: Reporter, arguments: list[str
     if processes == 1:
         calibrate_run(settings)
         return
-    exit_code = start_processes(processes, ["plan", *arguments, "--calibrate"], settings.dist.port, reporter.say)
+    exit_code = start_processes(processes, ["plan", *arguments, "--calibrate"], settings.dist, reporter.say)
     if exit_code != EXIT_DONE:
         raise _Launched(exit_code)
 
@@ -284,7 +284,7 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
         return prepared
     os.environ[_STARTED_HERE] = "1"
     expected = host_line(planned.plan.memory) if planned.plan.memory is not None else ""
-    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist.port, reporter.say, expected))
+    raise _Launched(start_processes(planned.plan.world_size, arguments, settings.dist, reporter.say, expected))
 
 
 _STARTED_HERE = "MPFINETUNE_STARTED_RANKS"

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from mpfinetune.config import DistConfig
 from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR
 
 _WATCH_SECONDS = 0.5
@@ -23,11 +24,12 @@ _ENDED_BY_SIGNAL = {
 }
 
 
-def start_processes(world_size: int, arguments: list[str], port: int | None, say: Callable[[str], None], expected: str = "") -> int:
+def start_processes(world_size: int, arguments: list[str], settings: DistConfig, say: Callable[[str], None], expected: str = "") -> int:
     """Run ``python -m mpfinetune ARGUMENTS`` in ``world_size`` processes on this host.
 
     Args:
-        port: where they meet; None, or one that is in use, means a free one.
+        settings: ``port``: where they meet; None, or one that is in use, means a free one. ``timeout_seconds``: how long they have, after a
+            signal, to finish their update and save before they are killed; torch's 30 s would cut a large checkpoint short.
         expected: what the plan expects of the host's memory, said where the kernel may have killed a rank for want of it.
 
     Returns:
@@ -37,6 +39,7 @@ def start_processes(world_size: int, arguments: list[str], port: int | None, say
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    port = settings.port
     if port is not None and not _is_free(port):
         say(f"dist.port: {port} is in use; a free port is taken instead")
         port = None
@@ -51,6 +54,7 @@ def start_processes(world_size: int, arguments: list[str], port: int | None, say
         run_id=f"mpfinetune-{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.1,
+        shutdown_timeout=int(settings.timeout_seconds),
     )
     with _quiet_launcher():
         try:

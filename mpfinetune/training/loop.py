@@ -264,9 +264,10 @@ def progress_summary(loader: UpdateLoader, total_updates: int) -> str:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """The first SIGTERM or SIGINT is noted (finish the update, save, stop); the same signal again acts as usual.
+    """The first SIGTERM, SIGINT or SIGHUP (a lost terminal) is noted: finish the update, save, stop. The same signal again acts as usual.
 
-    Ctrl-C reaches the ranks twice, from the terminal and as the launcher's SIGTERM, so two different signals are one wish.
+    Under nohup SIGHUP stays ignored. Ctrl-C reaches the ranks twice, from the terminal and as the launcher's SIGTERM, so two different
+    signals are one wish.
     """
     noted: list[int] = []
     previous: dict[int, Any] = {}
@@ -275,7 +276,10 @@ def _stop_signals() -> Iterator[list[int]]:
         noted.append(number)
         signal.signal(number, previous[number])
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Windows has none
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         previous[number] = signal.signal(number, note)
     try:
         yield noted

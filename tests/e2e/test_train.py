@@ -16,7 +16,8 @@ import psutil
 import pytest
 import yaml
 
-from mpfinetune.config import load_config
+from mpfinetune.config import DistConfig, load_config
+from mpfinetune.launcher import start_processes
 from mpfinetune.training.loop import NotFinite, Stopped
 from tests.e2e.run_cases import build_local
 from tests.e2e.workspace import (
@@ -191,21 +192,29 @@ def test_gradients_that_stay_infinite_end_the_run_and_keep_the_last_good_checkpo
     assert state["applied_updates"] <= 5
 
 
-def test_the_first_signal_saves_and_stops(work: Workspace) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_saves_and_stops(work: Workspace, number: signal.Signals) -> None:
     trainer = build_local(work.config("llama"))
     raised: list[int] = []
 
     def hook(gradient: Any) -> None:
         if trainer.state.step == 3 and not raised:
-            raised.append(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
+            raised.append(number)
+            signal.raise_signal(number)
 
     next(iter(trainer.strategy.named_parameters().values())).register_hook(hook)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(number, signal.SIG_DFL)  # a test run under nohup ignores SIGHUP
     with pytest.raises(Stopped):
         trainer.fit()
     assert step_folders(work.run_dir()) == [4]  # the update in which it came
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.signal(number, before) == signal.SIG_DFL
+
+
+def test_the_launcher_waits_for_a_checkpoint_as_long_as_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = []
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, entry: lambda *arguments: configs.append(config))
+    start_processes(2, ["train", "run.yaml"], DistConfig(timeout_seconds=900.0), print)
+    assert configs[0].shutdown_timeout == 900
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------------------
