@@ -28,6 +28,7 @@ from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.strategies.deepspeed_ops import choose_accelerator
 from mpfinetune.strategies.deepspeed_reset import forget_pass
 from mpfinetune.strategies.gradient_offload import HostGradients
+from mpfinetune.strategies.oom import nothing
 from mpfinetune.strategies.update import refuse_unreached, zero_gradient
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class DeepSpeedUpdate:
         self.zero: Any = self.engine.optimizer
         self._scaler: Any = getattr(self.zero, "loss_scaler", None)
         self._keep_the_run_at_the_smallest_scale()
+        self._scale_after_the_step()
         if self.in_place:
             # They would count backward passes and move gradients away under the pipeline's runtime.
             for hook in self.zero._grad_acc_hooks:
@@ -147,6 +149,21 @@ class DeepSpeedUpdate:
         """DeepSpeed would raise at an overflow there; the training loop counts them and ends the run with its own message."""
         if self._scale_is_dynamic:
             self._scaler.raise_error_at_min_scale = False
+
+    def _scale_after_the_step(self) -> None:
+        """DeepSpeed's step doubles the scale, where it is time to, before it divides the gradients by it; they would be half of what they are."""
+        self._grow = nothing
+        if not self._scale_is_dynamic:
+            return
+        update_scale = self.zero._update_scale
+
+        def update_or_put_off(has_overflow: bool) -> None:
+            if has_overflow:
+                update_scale(True)
+            else:
+                self._grow = partial(update_scale, False)
+
+        self.zero._update_scale = update_or_put_off
 
     @property
     def scale_is_smallest(self) -> bool:
@@ -194,6 +211,8 @@ class DeepSpeedUpdate:
         if self.in_place:
             self._hand_over_gradients()
         self.engine.step()
+        self._grow()
+        self._grow = nothing
         skipped = not self.engine.was_step_applied()
         norm = math.inf if skipped else float(self.engine.get_global_grad_norm())
         return norm, skipped

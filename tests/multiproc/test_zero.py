@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,25 @@ def test_stage_3_loads_a_part_at_a_time(tmp_path: Path) -> None:
             "tests.multiproc.training_cases:load_bytes_of_stage_3", {"folder": str(tmp_path), "part_bytes": 8 * 2**20}, LIMIT_SECONDS
         ):
             assert seen["peak"] < seen["whole"] / 2 + seen["largest_part"] + 16 * 2**20 < seen["whole"]
+
+
+def test_the_scale_grows_after_the_gradients_are_divided_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own order halves the gradients of every update in which it grows."""
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it asks who is to log
+    update: Any = object.__new__(DeepSpeedUpdate)
+    update._scaler = DynamicLossScaler(8.0, scale_window=1, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
+    update._scaler.update_scale(False)  # the first never grows it
+    update.zero = SimpleNamespace(_update_scale=update._scaler.update_scale)
+    update._scale_after_the_step()
+    update.zero._update_scale(False)  # what the engine's step does before it divides
+    assert update._scaler.cur_scale == 8.0
+    update._grow()
+    assert update._scaler.cur_scale == 16.0
+    update.zero._update_scale(True)
+    assert update._scaler.cur_scale == 8.0
 
 
 def test_the_engines_loss_scale_is_put_back_and_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
