@@ -168,6 +168,8 @@ SEQUENCE_CLASSIFICATION: dict[str, dict[str, Any]] = {
 # Beyond the 34: blocks that return tuples of a length the stub must keep, and families that are refused with a reason.
 DEBERTA_V2 = _encoder(relative_attention=True, max_relative_positions=16, position_buckets=8, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm")
 ALBERT = _encoder(embedding_size=16, classifier_dropout_prob=0.0)
+# Its files hold a buffer, as deepseek_v3's do, which its class makes in the type of the weights.
+MINIMAX_M2 = _decoder(head_dim=8, rotary_dim=8, **_MOE)
 T5 = {"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4, "dropout_rate": 0.0}
 
 FAMILIES: dict[str, dict[str, Any]] = {**CAUSAL_LM, **SEQUENCE_CLASSIFICATION}
@@ -175,7 +177,7 @@ FAMILIES: dict[str, dict[str, Any]] = {**CAUSAL_LM, **SEQUENCE_CLASSIFICATION}
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     """The tiny config of a family, as transformers builds it."""
-    extra = {"deberta-v2": DEBERTA_V2, "albert": ALBERT, "t5": T5}
+    extra = {"deberta-v2": DEBERTA_V2, "albert": ALBERT, "minimax_m2": MINIMAX_M2, "t5": T5}
     keys = FAMILIES.get(family) or extra[family]
     return AutoConfig.for_model(family, **{**keys, **changes})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mpfinetune.errors import ModelError
+from mpfinetune.models.buffers import kept_in_fp32, names_in_model
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.quantize import TensorQuantizer, return_freed_memory
 from mpfinetune.models.stage import StageModule
@@ -108,13 +110,16 @@ def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, d
             # pread, not mmap: pages of a mapped file would count as this rank's memory beside the parameters themselves.
             handle = safe_open(file, framework="pt", device="cpu", backend="pread")
             slices.update({name: _FileTensor(handle, name, dtype) for name in handle.keys()})  # noqa: SIM118 (not a dict)
+        fp32 = kept_in_fp32(model, dtype)
+        _keep_types(model, slices, dtype, fp32, quantizer)
         conversions: Any = get_model_conversion_mapping(model)
         # Ours answers what the loader asks of transformers' own quantizers.
         hf_quantizer: Any = quantizer
         wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         # "" first: it stands for tensors of the files that the stage does not have.
         devices: Any = {"": device_of(""), **{name: device_of(name) for name in wanted}}
-        load_config = LoadStateDictConfig(device_map=devices, dtype=dtype, weight_mapping=conversions, hf_quantizer=hf_quantizer)
+        dtypes = {f"^{re.escape(name)}$": torch.float32 for name in fp32}
+        load_config = LoadStateDictConfig(device_map=devices, dtype=dtype, dtype_plan=dtypes, weight_mapping=conversions, hf_quantizer=hf_quantizer)
         aliases = _tied_aliases(model, facts)
         read = {name: part for name, part in _with_tied_copies(model, facts, slices).items() if name not in aliases}
         with _one_tensor_at_a_time():
@@ -127,14 +132,25 @@ def _read_own_tensors(model: PreTrainedModel, facts: ModelFacts, folder: Path, d
     return wanted & set(info.missing_keys)
 
 
+def _keep_types(model: nn.Module, slices: dict[str, Any], dtype: torch.dtype, fp32: set[str], quantizer: TensorQuantizer | None) -> None:
+    """What the model holds in another type than its weights' is read in the file's: rounded on the way it could not be made right again."""
+    other = fp32 | {name for name, value in model.state_dict().items() if isinstance(value, Tensor) and value.dtype != dtype}
+    other = {name for name in other if quantizer is None or not quantizer.takes(name)}
+    if other:
+        whole_model: Any = model
+        for key, name in names_in_model(whole_model, slices).items():
+            if name in other:
+                slices[key].dtype = None
+
+
 class _FileTensor:
-    """A tensor in a file, read when it is indexed: in pieces that take the model's type on the way.
+    """A tensor in a file, read when it is indexed: in pieces that take the model's type (None: keep the file's) on the way.
 
     safetensors' own slice holds the bytes a second time while it makes a tensor of them, which for an embedding is many.
     """
 
-    def __init__(self, handle: Any, name: str, dtype: torch.dtype) -> None:
-        self._handle, self._name, self._dtype = handle, name, dtype
+    def __init__(self, handle: Any, name: str, dtype: torch.dtype | None) -> None:
+        self._handle, self._name, self.dtype = handle, name, dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         part = self._handle.get_slice(self._name)
@@ -144,7 +160,7 @@ class _FileTensor:
         first = part[0:1]
         if not first.is_floating_point():
             return part[index]
-        whole = torch.empty(shape, dtype=self._dtype)
+        whole = torch.empty(shape, dtype=self.dtype or first.dtype)
         rows = max(1, _PIECE_BYTES // first.nbytes)
         for start in range(0, shape[0], rows):
             whole[start : start + rows] = part[start : min(start + rows, shape[0])]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from mpfinetune.errors import CheckpointError
 from mpfinetune.models.architecture import TORCH_DTYPES
+from mpfinetune.models.buffers import persistent_buffers
 from mpfinetune.training.export_adapter import export_adapter
-from mpfinetune.training.export_folder import ShardWriter, empty_model, new_folder, write_config_files
+from mpfinetune.training.export_folder import ShardWriter, base_buffers, empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
@@ -33,9 +32,10 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
         return export_adapter(planned, checkpoint, tokenizer, output)
     with new_folder(output) as folder:
         model = empty_model(planned)
-        written = _write_weights(model, checkpoint, TORCH_DTYPES[planned.config.precision], folder)
+        written = _write_weights(planned, model, checkpoint, folder)
         # By the facts, not by the empty model: on the meta device tied weights are two parameters.
         expected = {name: facts.parameters[name].shape for name in map(facts.canonical_name, facts.parameters)}
+        expected |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
         problems = [name for name in expected if written.get(name) != expected[name]] + [name for name in written if name not in expected]
         if problems:
             raise CheckpointError(f"export: {checkpoint} does not hold the model's parameters as they should be: {', '.join(problems[:5])}")
@@ -43,12 +43,14 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
     return facts.numel(facts.parameters)
 
 
-def _write_weights(model: PreTrainedModel, checkpoint: Path, dtype: torch.dtype, folder: Path) -> dict[str, tuple[int, ...]]:
-    """One rank's part after the other; returns the shapes by the model's parameter names."""
+def _write_weights(planned: PlannedRun, model: PreTrainedModel, checkpoint: Path, folder: Path) -> dict[str, tuple[int, ...]]:
+    """One rank's part after the other, then the base's buffers; returns the shapes by the model's names."""
     from safetensors.torch import load_file
 
+    dtype = TORCH_DTYPES[planned.config.precision]
     writer = ShardWriter(model, folder)
     for part in sorted(checkpoint.glob("weights-*.safetensors")):
         writer.add({name: tensor.to(dtype) for name, tensor in load_file(part).items()})
+    writer.add(base_buffers(planned, model))
     writer.close()
     return writer.shapes

@@ -17,12 +17,11 @@ from torch import Tensor
 from mpfinetune.config import AdapterConfig, RunConfig
 from mpfinetune.errors import CheckpointError, ConfigError
 from mpfinetune.models.adapters import base_facts, merge_adapters, write_adapter_files
-from mpfinetune.models.architecture import resolve_model_folder
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule, StageSpan
 from mpfinetune.strategies.build import build_stage
 from mpfinetune.training.checkpoint import read_tensors
-from mpfinetune.training.export_folder import ShardWriter, empty_model, new_folder, write_config_files
+from mpfinetune.training.export_folder import ShardWriter, base_buffers, base_folder, empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
@@ -121,6 +120,7 @@ def _write_merged(planned: PlannedRun, weights: dict[str, Tensor], tokenizer: Pr
             expected = stage.eval()(*([] if span.has_prologue else [expected]), **batch)
         merge_adapters(stage, facts)
         writer.add({name: parameter.detach() for name, parameter in _named(stage, facts).items()})
+    writer.add(base_buffers(planned, model))
     writer.close()
     missing = sorted({facts.canonical_name(name) for name in base_facts(facts).parameters} - set(writer.shapes))
     assert not missing, f"not written: {missing[:5]}"
@@ -145,8 +145,7 @@ def _base_blocks(
 ) -> Iterator[tuple[StageSpan, StageModule]]:
     """The unquantised model on the CPU, one block after the other, with what stands before and after them at the ends."""
     config: RunConfig = replace(planned.config, quantize="none", adapter=adapter, recompute="none", trainable=[], frozen=[])
-    if folder is None and config.model.init == "pretrained":
-        folder = resolve_model_folder(config.model, weights=True)
+    folder = folder or base_folder(planned)
     for index in range(facts.num_blocks):
         span = StageSpan(index, index + 1, index == 0, index == facts.num_blocks - 1)
         stage, _ = build_stage(config, planned.hf_config, facts, span, torch.device("cpu"), folder)

@@ -15,6 +15,8 @@ from torch import Tensor
 from mpfinetune.data.tasks import choose_pad_token
 from mpfinetune.errors import ConfigError
 from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta, resolve_model_folder
+from mpfinetune.models.buffers import persistent_buffers, stored_buffers
+from mpfinetune.models.load import weight_files
 from mpfinetune.training.prepare import PlannedRun
 
 if TYPE_CHECKING:
@@ -56,6 +58,21 @@ def empty_model(planned: PlannedRun) -> PreTrainedModel:
         return construct_model(planned.hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
 
 
+def base_folder(planned: PlannedRun) -> Path | None:
+    """The folder of the weights that the run began with; None where they were drawn."""
+    return resolve_model_folder(planned.config.model, weights=True) if planned.config.model.init == "pretrained" else None
+
+
+def base_buffers(planned: PlannedRun, model: PreTrainedModel) -> dict[str, Tensor]:
+    """What the exported files hold besides parameters: it does not learn, so it is the base's, in the type of the base's files.
+
+    Raises:
+        ModelError: the base's files are gone or broken.
+    """
+    folder = base_folder(planned) if persistent_buffers(model) else None
+    return stored_buffers(model, weight_files(folder) if folder is not None else [])
+
+
 def write_config_files(planned: PlannedRun, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """config.json, generation_config.json where the model generates, the tokenizer's files."""
     hf_config = copy.deepcopy(planned.hf_config)  # the run's own copy has the generation cache as it was
@@ -94,7 +111,7 @@ class ShardWriter:
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self.model = model
         self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of what was added, by the model's parameter names
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of what was added, by the model's names
         self._pending: dict[str, Tensor] = {}
         self._files: list[tuple[Path, list[str]]] = []
         self._total_bytes = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -100,6 +100,37 @@ def test_a_two_stage_run_exports_a_plain_model(work: Workspace, two_ranks: RankP
     assert {name: said[name] for name in plain} == pytest.approx(plain, abs=TOLERANCE, rel=TOLERANCE)
     text = "a b c d"
     assert AutoTokenizer.from_pretrained(folder)(text).input_ids == AutoTokenizer.from_pretrained(base)(text).input_ids
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"one process": {}, "pipeline": PIPELINE, "zero": {"strategy": "zero", "zero": {"stage": 2}}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_persistent_buffers_are_in_the_export(work: Workspace, two_ranks: RankPool, layout: str) -> None:
+    """deepseek_v3's files hold the biases that route the experts, which are no parameters: without them other experts would be taken."""
+    base = make_model(work.folder / "model", "deepseek_v3")
+    original = load_file(base / "model.safetensors")
+    biases = {name: torch.randn(tensor.shape) for name, tensor in original.items() if "e_score_correction_bias" in name}
+    assert len(biases) == 3
+    save_file(original | biases, base / "model.safetensors", {"format": "pt"})
+    config = work.config("llama", **LAYOUTS[layout], **{"model.path": str(base), "train.max_steps": 2})
+    if layout == "one process":
+        train(config)
+    else:
+        two_ranks.run(TRAIN_CASE, {"config": str(config)})
+    folder = work.run_dir() / "export"
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == original.keys()
+    assert all(stored[name].dtype == torch.float32 and torch.equal(stored[name], value) for name, value in biases.items())
+    model = load(folder, "causal_lm")
+    assert all(torch.equal(dict(model.named_buffers())[name], value) for name, value in biases.items())
+    trained = trained_model(base, checkpoint_of(work.run_dir(), 2), "causal_lm")
+    assert (logits(model) - logits(trained)).abs().max() > 1e-3, "the biases choose no other experts"
+    trained.load_state_dict(biases, strict=False)
+    assert torch.allclose(logits(model), logits(trained), rtol=0, atol=TOLERANCE)
+    # What the run itself scored with.
+    plain = plain_evaluation(model, Workspace({"llama": base}, work.data, work.folder), "llama")
+    assert evaluations(work.run_dir())[2]["loss"] == pytest.approx(plain["loss"], abs=TOLERANCE, rel=TOLERANCE)
 
 
 def test_generation_settings_of_the_base_model_are_kept(work: Workspace) -> None:

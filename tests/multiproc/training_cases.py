@@ -80,6 +80,7 @@ _WIDE: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 128},
     "bert": {"hidden_size": 64, "intermediate_size": 128},
     "gpt2": {"n_embd": 64},
+    "deepseek_v3": {"hidden_size": 64, "intermediate_size": 128},
 }
 
 

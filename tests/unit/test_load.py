@@ -15,10 +15,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertModel, MiniMaxM2PreTrainedModel
 
 from mpfinetune.config import ModelTask
 from mpfinetune.errors import ModelError
+from mpfinetune.models.buffers import persistent_buffers
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.load import stream_seed, weight_files
 from mpfinetune.models.stage import StageModule, StageSpan
@@ -173,6 +174,33 @@ def test_bf16_from_files_of_fp32(family: str, tmp_path: Path) -> None:
     real = saved(family, tmp_path)
     stage, _, _ = loaded(family, spans_from_sizes((2, 2))[1], tmp_path, precision="bf16")
     assert all(torch.equal(value, real[name].bfloat16()) for name, value in parameters(stage).items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])
+def test_persistent_buffers_have_the_value_and_type_of_from_pretrained(
+    family: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """deepseek_v3 makes the buffer in fp32. minimax_m2 makes it in the type of the weights; here its class, too, says that it stays in fp32."""
+    monkeypatch.setattr(MiniMaxM2PreTrainedModel, "_keep_in_fp32_modules_strict", ["e_score_correction_bias"])
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    for name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.normal_()
+    model.save_pretrained(tmp_path)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    real = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    assert real["model.layers.3.mlp.gate.weight"].dtype == (torch.float32 if family == "deepseek_v3" else dtype)
+    seen: set[str] = set()
+    for span in (WHOLE, *spans_from_sizes((2, 2))):
+        stage, _, _ = loaded(family, span, tmp_path, precision, "causal_lm")
+        buffers = persistent_buffers(stage.model)
+        assert all(value.dtype == real[name].dtype == torch.float32 and torch.equal(value, real[name]) for name, value in buffers.items())
+        # The router's weights are made in fp32, too: rounding them on the way would not show in their type.
+        assert all(torch.equal(value, real[name]) for name, value in parameters(stage).items() if value.dtype == real[name].dtype)
+        seen |= set(buffers)
+    assert seen and seen == {name for name in real if "e_score_correction_bias" in name}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "gpt_oss"])

@@ -10,6 +10,7 @@ import torch
 
 from mpfinetune.errors import ConfigError
 from mpfinetune.models.architecture import construct_model
+from mpfinetune.models.buffers import persistent_buffers
 from mpfinetune.models.facts import inspect_model
 from mpfinetune.models.quantize import in_words, left_layers, quantised_layers
 from mpfinetune.models.stage import StageSpan
@@ -36,6 +37,8 @@ def save_base(family: str, folder: Path) -> Any:
     model = construct_model(hf_config_of(adapter_problem(family)), task_of(family), "auto", torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
+    for buffer in persistent_buffers(model).values():  # deepseek_v3's, which choose the experts
+        torch.nn.init.normal_(buffer)
     model.save_pretrained(folder)
     return model.eval()
 
