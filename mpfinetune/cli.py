@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from mpfinetune.config import RunConfig, load_config
-from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, UserError
+from mpfinetune.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER_ERROR, ConfigError, OwnLaunchError, UserError
 from mpfinetune.reports.console import Reporter, print_error
 
 app = typer.Typer(
@@ -30,7 +30,7 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run'
 OverridesArgument = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Config keys to change, like train.epochs=1.")]
 CheckpointOption = Annotated[str, typer.Option(help="last, best, or a checkpoint's folder.")]
 
-# After an error that every rank finds alike, the silent ranks wait for rank 0, whose message would else be cut off by the launcher.
+# After an error that all ranks of a host find alike, the silent ones wait for the first, whose message would else be cut off by the launcher.
 _SILENT_RANK_SECONDS = 5.0
 
 
@@ -232,11 +232,11 @@ def _end_process(exit_code: int) -> None:
 
 
 def _tell_once(error: Exception, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Before the processes meet every rank finds the same, and rank 0 says it; later the first that fails does. Returns the exit code."""
+    """Before the processes meet all of a host find the same, and its first says it; later the first that fails does. Returns the exit code."""
     from mpfinetune.dist import first_failure, is_met, is_silent_rank
 
     before = first_failure(exit_code)
-    if before is None and (is_met() or not is_silent_rank()):
+    if before is None and (is_met() or not is_silent_rank() or isinstance(error, OwnLaunchError)):
         print_error(error)
         return exit_code
     time.sleep(_SILENT_RANK_SECONDS)

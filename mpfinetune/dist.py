@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpfinetune.config import RunConfig
-from mpfinetune.errors import EXIT_FAILURE, LaunchError
+from mpfinetune.errors import EXIT_FAILURE, LaunchError, OwnLaunchError
 
 _BUCKET_ELEMENTS = 8 * 2**20
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -83,8 +83,13 @@ def is_met() -> bool:
 
 
 def is_silent_rank() -> bool:
-    """Whether rank 0 says for this process, too, what every rank finds alike. With half of the launcher's variables there is no rank 0."""
-    return os.environ.get("RANK", "0") != "0" and all(name in os.environ for name in _LAUNCHER_VARIABLES)
+    """Whether the first process of this host says for this one, too, what all of the host find alike.
+
+    Of each host, not of the run: on another host the files, the cards or the folder may be others. With half of the launcher's variables,
+    or a number that is none, there is no first process.
+    """
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    return local_rank.isdigit() and int(local_rank) > 0 and all(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
 def launched_by_torchrun() -> bool:
@@ -175,7 +180,9 @@ def init_distributed(config: RunConfig, pipeline_ranks: int) -> DistContext:
     local_rank, world_size = environment_int("LOCAL_RANK"), environment_int("WORLD_SIZE")
     if kind == "cuda":
         if local_rank >= visible_devices(config):
-            raise LaunchError(
+            # The processes before this one have cards and wait for it; of those without, the first speaks.
+            kind_of_error = OwnLaunchError if local_rank == visible_devices(config) else LaunchError
+            raise kind_of_error(
                 f"process {local_rank} of this host has no card: {visible_devices(config)} are visible "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); start at most that many processes"
             )

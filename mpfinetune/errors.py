@@ -48,6 +48,10 @@ class LaunchError(UserError):
     heading = "launch"
 
 
+class OwnLaunchError(LaunchError):
+    """One that this process meets and the first of its host does not, which therefore cannot say it."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or belongs to another run."""
 

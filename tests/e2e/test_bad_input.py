@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 
+from mpfinetune import dist
+from mpfinetune.config import load_config
 from tests.e2e.workspace import MRPC_HEADER, PIPELINE, Workspace, command, encoder_tokenizer, finish, make_model, mrpc_row, start, train
 from tests.families import tiny_config
 
@@ -217,6 +219,34 @@ def test_a_mistake_ends_with_one_message(work: Workspace, name: str) -> None:
     assert len(re.findall(r"^mpfinetune: .*error:", outcome.text, flags=re.MULTILINE)) == 1, outcome.text
     assert time.monotonic() - began < 10
     assert sorted(work.folder.rglob("*")) == before, "a refused run writes nothing"
+
+
+def as_rank(rank: int, local_rank: object) -> dict[str, str]:
+    """The launcher's variables on two hosts of two processes each."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [(0, 0, True), (1, 1, False), (2, 0, True), (3, 1, False), (3, "one", True)])
+def test_the_first_process_of_each_host_says_what_is_wrong_there(work: Workspace, rank: int, local_rank: object, speaks: bool) -> None:
+    """A folder may be missing on the second machine only; its ranks are 2 and 3."""
+    outcome = command("train", work.config(**{"model.path": "./no/such/model"}), environment=as_rank(rank, local_rank))
+    assert outcome.code == 2
+    assert outcome.text.count("model.path: no such folder") == int(speaks), outcome.text
+
+
+@pytest.mark.parametrize(("cards", "local_rank", "speaks"), [(1, 1, True), (1, 2, False), (2, 2, True)])
+def test_a_process_without_a_card_says_so(work: Workspace, cards: int, local_rank: int, speaks: bool) -> None:
+    """Those before it have cards and wait for it in silence."""
+    config = work.config(**PIPELINE, **{"batch.micro_size": 1})
+
+    def meet(prepared: object, reporter: object) -> None:
+        with mock.patch.object(dist, "device_type", return_value="cuda"), mock.patch.object(dist, "visible_devices", return_value=cards):
+            dist.init_distributed(load_config(config), 2)
+
+    with mock.patch("mpfinetune.training.run.train", meet):
+        outcome = command("train", config, environment=as_rank(local_rank, local_rank))
+    assert outcome.code == 2
+    assert outcome.text.count(f"process {local_rank} of this host has no card: {cards} are visible") == int(speaks), outcome.text
 
 
 def test_a_host_with_too_little_memory_is_found_before_anything_starts(work: Workspace) -> None:
