@@ -15,7 +15,7 @@
 #   NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME   the network card to use, for example eth0, where the automatic choice is wrong
 #
 # NODES * GPUS must be a multiple of the number of stages. The model, the data and the project must lie under the same paths on all
-# machines; run_dir should be a folder that all of them share. A slow network hurts least where the fewest bytes cross: between stages.
+# machines; run_dir must be one folder that all of them share. A slow network hurts least where the fewest bytes cross: between stages.
 # At the very end torchrun may print "Error waiting on exit barrier" on machines other than the first: the first was done sooner. It does
 # no harm; the exit status tells whether the run succeeded.
 set -euo pipefail

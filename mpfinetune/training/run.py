@@ -27,6 +27,7 @@ from mpfinetune.training.loop import Trainer, progress_summary
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.memory import MEASURED_COLUMNS, compare, comparison_rows, measure
 from mpfinetune.training.prepare import PlannedRun, PreparedRun
+from mpfinetune.training.shared_folder import check_shared
 
 PLAN_COLUMNS = ("rank", "stages", "holds", "parameters", "weights MiB", "gradients MiB", "optimizer MiB", "sum MiB")
 
@@ -77,6 +78,7 @@ def train(run: PreparedRun, reporter: Reporter) -> None:
     for line in passed_over:
         reporter.say(line)
     with _processes(run) as context:
+        check_shared(run_dir, checkpoint, context)
         trainer = _trainer(run, context, reporter)
         if checkpoint is not None:
             trainer.resume(checkpoint)

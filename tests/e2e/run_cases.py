@@ -17,7 +17,7 @@ from mpfinetune.config import load_config
 from mpfinetune.dist import DistContext, make_context
 from mpfinetune.errors import UserError
 from mpfinetune.reports.console import Reporter
-from mpfinetune.training import checkpoint, run
+from mpfinetune.training import checkpoint, run, shared_folder
 from mpfinetune.training.checkpoint import RankTensors, RunState, save_checkpoint
 from mpfinetune.training.loop import Trainer
 from mpfinetune.training.prepare import PreparedRun, plan_run, prepare_run
@@ -37,6 +37,16 @@ def train(config: str, overrides: list[str] | None = None) -> list[str]:
     with mock.patch.object(run, "_processes", _group_of_the_pool), mock.patch.object(Reporter, "say", lambda self, text: said.append(text)):
         run.train(prepared, Reporter(enabled=dist.get_rank() == 0))
     return said
+
+
+def train_apart(configs: list[str]) -> str:
+    """As ``train``, each rank with a config of its own, as where one run_dir is another folder on each machine; returns the error."""
+    try:
+        with mock.patch.object(shared_folder, "_VISIBLE_SECONDS", 0.3):
+            train(configs[dist.get_rank()])
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def evaluate(config: str, which: str) -> dict[str, float]:

@@ -205,3 +205,39 @@ def test_a_full_disk_on_one_rank_ends_both_with_one_message(two_ranks: RankPool,
     for message in messages:
         assert message is not None and "No space left on device" in message and "MiB are free" in message
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+# --- one folder for all ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_ranks_that_do_not_share_a_run_dir_are_told_before_the_first_update(work: Workspace, two_ranks: RankPool, resumed: bool) -> None:
+    """Two machines that each have a folder of that name; where both have been trained in, their checkpoints have the same names."""
+    configs = [work.config("llama", name, **PIPELINE, **{"train.max_steps": 2}) for name in ("here", "there")]
+    if resumed:
+        for config in configs:
+            train(config, "strategy=local", "partition.rule=null", "partition.num_stages=null", "train.max_steps=1")
+    before = tree(work.folder)
+    said = two_ranks.run("tests.e2e.run_cases:train_apart", {"configs": [str(config) for config in configs]})
+    assert said[1] == said[0].replace("/here'", "/there'")
+    assert said[0].startswith("CheckpointError: run_dir: ") and "must be one folder that all machines see: rank 1 (on " in said[0]
+    assert "does not see what rank 0" in said[0] and "would go on from" not in said[0]
+    assert tree(work.folder) == before
+    assert sorted(path.name for path in work.folder.iterdir()) == sorted(["here.yaml", "there.yaml", *(["here", "there"] if resumed else [])])
+
+
+def test_ranks_that_would_resume_from_different_checkpoints_are_told(work: Workspace, two_ranks: RankPool) -> None:
+    base = {"train.max_steps": 2, "checkpoint.every_steps": 1, "checkpoint.keep": 9, "run_dir": str(work.run_dir())}
+    train(work.config("llama", **base))
+    resumes = {"newest": "auto", "older": str(checkpoint_of(work.run_dir(), 1))}
+    configs = [str(work.config("llama", name, **PIPELINE, **base, **{"checkpoint.resume": resume})) for name, resume in resumes.items()]
+    before = tree(work.run_dir())
+    said = two_ranks.run("tests.e2e.run_cases:train_apart", {"configs": configs})
+    assert said[0] == said[1] and "would go on from checkpoint 'step-00000001', rank 0 from 'step-00000002'" in said[0]
+    assert "does not see" not in said[0] and tree(work.run_dir()) == before
+
+
+def test_a_shared_run_dir_holds_nothing_of_the_look(work: Workspace, two_ranks: RankPool) -> None:
+    config = work.config("llama", **PIPELINE, **{"train.max_steps": 1})
+    two_ranks.run(TRAIN_CASE, {"config": str(config)})
+    assert updates(work.run_dir()) and not [path for path in work.run_dir().iterdir() if path.name.startswith(".")]
