@@ -4,8 +4,8 @@
 #   launch/one_gpu.sh CONFIG [key=value ...]
 #   launch/one_gpu.sh configs/demo.yaml run_dir=runs/demo_one
 #
-# The strategy is set to `local` on one device, and a map for several stages in CONFIG is dropped. The numbers are those of the
-# split run, but for rounding. Relative paths, in CONFIG too, are relative to the folder that you call this from.
+# The strategy is set to `local` on one device; a map for several stages, offload and a ZeRO stage in CONFIG are dropped. The numbers are
+# those of the split run, but for rounding. Relative paths, in CONFIG too, are relative to the folder that you call this from.
 set -euo pipefail
 
 if (($# < 1)) || [[ "$1" == -h || "$1" == --help ]]; then
@@ -17,4 +17,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../scripts/setup.sh"
 config="$1"
 shift
 exec "$PY" -m mpfinetune train "$config" strategy=local devices=1 \
-    partition.rule=null partition.num_stages=null partition.stages='[]' partition.device_map='{}' "$@"
+    partition.rule=null partition.num_stages=null partition.stages='[]' partition.device_map='{}' partition.local_overlap=false \
+    offload.optimizer=none offload.gradients=none offload.parameters=none zero.stage=2 "$@"

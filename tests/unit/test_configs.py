@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,31 @@ def test_a_config_plans_a_tiny_model(path: Path, tmp_path: Path) -> None:
     assert planned.plan.to_json().startswith("{")
     assert planned.plan.world_size == (2 if config.strategy == "pipeline" else 1)
     assert sum(row.total_bytes for row in planned.plan.ranks) > 0
+
+
+def overrides_of_one_gpu() -> list[str]:
+    """What launch/one_gpu.sh sets, before the user's own overrides, which come last and win."""
+    script = (CONFIGS[0].parents[1] / "launch" / "one_gpu.sh").read_text(encoding="utf-8")
+    words = shlex.split(script[script.index("exec ") :].replace("\\\n", " "))
+    assert words[:6] == ["exec", "$PY", "-m", "mpfinetune", "train", "$config"] and words[-1] == "$@"
+    return words[6:-1]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_one_gpu_takes_every_config_unsplit(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, overrides_of_one_gpu())
+    family = "bert" if config.model.task == "sequence_classification" else "llama"
+    tiny_config(family, num_hidden_layers=6, hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    plan = plan_run(replace(config, model=replace(config.model, path=str(tmp_path)), device="cpu"), None).plan
+    assert (plan.strategy, plan.world_size, plan.num_stages, plan.placement) == ("local", 1, 1, None)
+    assert load_config(path, [*overrides_of_one_gpu(), "devices=2"]).devices == 2
+
+
+def test_one_gpu_takes_a_config_with_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    text = "{model: {path: x}, data: {task: mrpc}, strategy: local, devices: 2, partition: {local_overlap: true, num_stages: 2}, run_dir: r}"
+    path.write_text(text, encoding="utf-8")
+    assert load_config(path).partition.local_overlap and not load_config(path, overrides_of_one_gpu()).partition.local_overlap
 
 
 def test_the_unequal_cards_get_unequal_shares_of_a_13b_model(tmp_path: Path) -> None:
