@@ -10,7 +10,9 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,15 +34,16 @@ def target_layers(facts: ModelFacts, adapter: AdapterConfig) -> tuple[str, ...]:
     """The linear layers that get an adapter, by the names or endings of ``adapter.targets``.
 
     Raises:
-        ConfigError: one that matches nothing, with the names that exist; a model without blocks.
+        ConfigError: one that matches nothing, with the names that exist; one that peft would put elsewhere; a model without blocks.
     """
     if facts.refusal or not facts.linears:
         raise ConfigError(
             f"adapter.type: '{adapter.type}' given, but the model ({facts.model_type}) has no linear layers in a chain of blocks to put adapters on"
             + (f": {facts.refusal}" if facts.refusal else "")
         )
+    taken_for_experts = {name for name in facts.linears if _is_taken_for_experts(facts.model_type, name.rpartition(".")[2])}
     if adapter.targets == ALL_LINEAR:
-        return tuple(facts.linears)
+        return tuple(name for name in facts.linears if name not in taken_for_experts)
     problems, chosen = [], set()
     for target in map(str, adapter.targets):
         matched = {name for name in facts.linears if name == target or name.endswith(f".{target}")}
@@ -51,10 +54,31 @@ def target_layers(facts: ModelFacts, adapter: AdapterConfig) -> tuple[str, ...]:
                 f"adapter.targets: '{target}' is no linear layer of the blocks{did_you_mean(target, [*last_parts, *endings])}; "
                 f"this model ({facts.model_type}) has {', '.join(endings)}"
             )
+        elif matched & taken_for_experts:
+            problems.append(
+                f"adapter.targets: '{target}' is a linear layer of this model ({facts.model_type}), but peft takes the name for that of its fused "
+                "experts, which get no adapter here; take other layers, or all-linear, which leaves these out"
+            )
         chosen |= matched
     if problems:
         raise ConfigError(problems)
     return tuple(name for name in facts.linears if name in chosen)
+
+
+@cache
+def _is_taken_for_experts(model_type: str, leaf: str) -> bool:
+    """Whether peft, where transformers 5 has fused a model's experts, takes a layer of this name for the experts' that transformers 4 had."""
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    name = f"layer.{leaf}"
+    config = peft.LoraConfig(target_modules=[name])
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type=model_type))  # all that it asks of the model, for a list of names
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # one of several names that it would fuse
+        return True
+    return name not in (config.target_modules or ())
 
 
 def _endings(facts: ModelFacts) -> list[str]:

@@ -50,6 +50,16 @@ def facts(family: str, **adapter: Any) -> Any:
     return facts_with_adapters(inspect_model(hf_config_of(problem), task_of(family)), AdapterConfig(**{"type": "lora", **adapter}))
 
 
+def test_layers_that_peft_takes_for_fused_experts_get_no_adapter() -> None:
+    """deepseek_v3's dense and shared layers have the names that its experts had in transformers 4; peft would look for those."""
+    found = facts_with_adapters(inspect_model(tiny_config("deepseek_v3"), "causal_lm"), AdapterConfig(type="lora"))
+    endings = {name.rpartition(".")[2] for name in found.adapted}
+    assert endings == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    with pytest.raises(ConfigError, match=r"adapter.targets: 'gate_proj' is a linear layer .* but peft takes the name for that of its fused experts"):
+        facts_with_adapters(inspect_model(tiny_config("deepseek_v3"), "causal_lm"), AdapterConfig(type="lora", targets=["q_b_proj", "gate_proj"]))
+    assert "gate_proj" in {name.rpartition(".")[2] for name in facts("llama").adapted}
+
+
 # --- where they go ----------------------------------------------------------------------------------------------------------------
 
 
