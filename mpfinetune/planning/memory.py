@@ -6,6 +6,7 @@ which a rank acts. What no run of ours can tell before it starts is a stated con
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,7 @@ def card_memory(
     static = _static(config, facts, plan, rank, device)
     step, evaluation, buffers = StepPeak(), 0, 0
     if costs is not None:
-        stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage) for stage in stages}
+        stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage, stages) for stage in stages}
         if plan.strategy == "pipeline":
             step, buffers = step_peak(orders[rank], stage_costs), _buffers(config, plan, costs, stages)
         else:
@@ -158,17 +159,11 @@ def _static(config: RunConfig, facts: ModelFacts, plan: Plan, rank: int, device:
     return _Static(weight_bytes(config, facts, names), facts.numel(learning) * 4, optimizer, narrow, largest)
 
 
-def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCosts, stage: int) -> StageCost:
+def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCosts, stage: int, stages: Sequence[int]) -> StageCost:
+    """One of the ``stages`` of a card, for one microbatch."""
     span = plan.spans[stage]
     learning = learning_names(config, facts)
-    gradients: dict[str, int] = {}
-    held = {facts.canonical_name(name) for name in span.parameter_names(facts)}
-    if plan.offload_gradients != "none":
-        held &= shared_names(facts, span.parameter_names(facts))
-    for name in held & learning:
-        part = facts.parameters[name]
-        where = f"block {part.block}" if part.block is not None else "epilogue" if part.part == "epilogue" else "prologue"
-        gradients[where] = gradients.get(where, 0) + 4 * part.numel
+    gradients = _gradients_by_part(facts, plan, learning, stage, stages)
     if plan.zero_stage >= 2:
         gradients = {name: size // plan.replicas for name, size in gradients.items()}
     waiting = 0
@@ -177,6 +172,29 @@ def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCo
         waiting = sum(facts.parameters[name].numel * precision_bytes(config, facts, name) for name in tied)
     policy = config.recompute
     return stage_cost(costs, span, recomputed_blocks(policy, facts.num_blocks), policy == "offload", gradients, waiting)
+
+
+def _gradients_by_part(facts: ModelFacts, plan: Plan, learning: frozenset[str], stage: int, stages: Sequence[int]) -> dict[str, int]:
+    """Bytes of the fp32 sums of gradients that come into being in a stage, by the part after whose backward pass they are there."""
+    span = plan.spans[stage]
+    names = {index: plan.spans[index].parameter_names(facts) for index in stages}
+    # What two stages of a card hold has one sum, which is there from the later stage's backward pass on, since that is the earlier one.
+    counted = {facts.canonical_name(name) for index in stages if index > stage for name in names[index]}
+    staying = learning if plan.offload_gradients == "none" else learning & shared_names(facts, itertools.chain.from_iterable(names.values()))
+    gradients: dict[str, int] = {}
+    for name in names[stage]:
+        canonical, part = facts.canonical_name(name), facts.parameters[name]
+        if canonical in counted or canonical not in staying:
+            continue
+        counted.add(canonical)
+        if part.block is not None:
+            where = f"block {part.block}"
+        elif part.part == "epilogue" or (span.start == span.stop and not span.has_prologue):
+            where = "epilogue"
+        else:  # what every stage holds is complete when the stage's first block is through
+            where = "prologue" if span.has_prologue else f"block {span.start}"
+        gradients[where] = gradients.get(where, 0) + 4 * part.numel
+    return gradients
 
 
 def _leaving(plan: Plan, costs: ModelCosts, stage: int) -> int:

@@ -19,7 +19,7 @@ from mpfinetune.models.fake_kernels import CudaAttention
 from mpfinetune.models.fake_run import Ledger
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.activations import stage_cost, step_peak
-from mpfinetune.planning.memory import predict_memory
+from mpfinetune.planning.memory import _stage_cost, predict_memory
 from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan, host_line, memory_rows
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.planning.predict import StepPrediction
@@ -201,6 +201,27 @@ def test_phases_tell_when_each_card_is_fullest() -> None:
         assert card.context_bytes == 0 and card.fits is None
     bf16 = memory_of(planned(precision="bf16")).cards[0]
     assert bf16.phase("first step").optimizer_bytes == 2 * bf16.phase("load").weight_bytes  # the masters are there from the start
+
+
+@pytest.mark.parametrize("changes", [{}, {"schedule": "zbv"}, {"strategy": "pipeline", "offload": {"optimizer": "cpu", "gradients": "cpu"}}])
+def test_a_step_ends_with_the_gradients_of_all_that_a_card_holds_the_tied_head_among_them(changes: dict[str, Any]) -> None:
+    """The last stage knows the matrix by the head's name; where both ends are on one card its gradient is counted once."""
+    config, facts = config_of(**changes), facts_of("gpt2")
+    plan = planned(family="gpt2", **changes)
+    ends = facts.parameters["transformer.wte.weight"].numel * 4
+    for row in plan.ranks:
+        costs = [_stage_cost(config, facts, plan, costs_of("gpt2"), stage, row.stages) for stage in row.stages]
+        assert sum(part.gradient_bytes for cost in costs for part in cost.parts) == row.gradient_bytes
+        head = [part.gradient_bytes for cost, stage in zip(costs, row.stages, strict=True) for part in cost.parts[-1:] if plan.spans[stage].has_epilogue]
+        assert all(size >= ends for size in head)
+    assert memory_of(plan).cards[-1].phase("step").gradient_bytes == plan.ranks[-1].gradient_bytes
+
+
+def test_what_every_stage_holds_is_among_each_stage_s_gradients() -> None:
+    config, facts, plan = config_of(model={"path": "x", "task": task_of("mpnet")}, data={"task": "mrpc"}), facts_of("mpnet"), planned(family="mpnet")
+    for row in plan.ranks:
+        cost = _stage_cost(config, facts, plan, costs_of("mpnet"), row.rank, row.stages)
+        assert sum(part.gradient_bytes for part in cost.parts) == row.gradient_bytes
 
 
 def test_recompute_and_fewer_rows_take_less() -> None:
