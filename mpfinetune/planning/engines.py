@@ -27,9 +27,7 @@ class EngineChoice:
     notes: tuple[str, ...] = ()
 
 
-def choose_engine(
-    config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int, needed: NeededBytes | None = None
-) -> EngineChoice:
+def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int, needed: NeededBytes | None = None) -> EngineChoice:
     """From the strategy that is wished for, meant for ``cards`` cards, to what is done here; ``needed`` is asked if one card must do.
 
     Raises:

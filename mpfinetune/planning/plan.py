@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpfinetune.config import LOOPED_SCHEDULES, PartitionConfig, RunConfig, ZeroConfig
+from mpfinetune.config import PartitionConfig, RunConfig, ZeroConfig
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
@@ -23,6 +23,7 @@ from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count,
 from mpfinetune.planning.partition import SplitJudge, effective_rule, partition, refuse_what_cannot_be_cut
 from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
+from mpfinetune.planning.strategy import default_stages_per_rank, strategy_and_stages
 from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, shared_names, weight_bytes
 
 
@@ -146,11 +147,11 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         ConfigError: stages, map, schedule and batch do not fit the model or each other.
         LaunchError: the number of processes does not fit the plan.
     """
-    strategy, num_stages = _strategy_and_stages(config, world)
-    cards = math.ceil(num_stages / _stages_per_rank(config))
+    strategy, num_stages = strategy_and_stages(config, world)
+    cards = math.ceil(num_stages / default_stages_per_rank(config))
     engine = choose_engine(config, facts, world, strategy, cards, _needed_on_one_card(knowledge, config, facts, world))
     strategy, num_stages = engine.strategy, num_stages if engine.strategy == strategy else 1
-    stages_per_rank = num_stages if strategy in ("local", "zero") else _stages_per_rank(config)
+    stages_per_rank = num_stages if strategy in ("local", "zero") else default_stages_per_rank(config)
     if num_stages % stages_per_rank:
         raise ConfigError(
             f"schedule: {config.schedule} puts {stages_per_rank} stages on each process, but {num_stages} stages are asked for; "
@@ -274,43 +275,6 @@ def _judge(
 def launch_command(world_size: int, config_path: str = "CONFIG") -> str:
     """The torchrun command of a run with this many processes."""
     return f"torchrun --nproc_per_node {world_size} -m mpfinetune train {config_path}"
-
-
-def _stages_per_rank(config: RunConfig) -> int:
-    return config.stages_per_rank or (2 if config.schedule in LOOPED_SCHEDULES else 1)
-
-
-def _strategy_and_stages(config: RunConfig, world: World) -> tuple[str, int]:
-    wish = config.partition
-    mapped = len(wish.stages) or (max(wish.device_map.values(), default=-1) + 1) or wish.num_stages
-    if config.strategy == "local":
-        return "local", _local_stages(mapped, world) if wish.local_overlap else 1
-    if config.strategy == "zero":
-        return "zero", 1
-    if mapped is None:
-        processes = world.world_size or world.visible_devices
-        if config.strategy == "auto" and processes == 1:
-            return "local", 1
-        mapped = max(2, min(processes, world.visible_devices)) * _stages_per_rank(config)
-    if config.strategy == "auto" and mapped == 1:
-        return "local", 1
-    return "pipeline", mapped
-
-
-def _local_stages(mapped: int | None, world: World) -> int:
-    """One stage a device, for microbatches in flight in one process."""
-    stages = mapped or world.visible_devices
-    if stages < 2:
-        raise ConfigError(
-            f"partition.local_overlap: true given, but there is {stages} stage for {world.visible_devices} visible device(s); it needs at least "
-            "2 of each (devices, CUDA_VISIBLE_DEVICES, partition.stages or partition.num_stages)"
-        )
-    if stages > world.visible_devices:
-        raise ConfigError(
-            f"partition.local_overlap: {stages} stages are asked for, one a device, but {world.visible_devices} device(s) are visible; take fewer "
-            "stages (partition.stages, partition.num_stages, partition.device_map) or more devices"
-        )
-    return stages
 
 
 def _placement(config: RunConfig, strategy: str, facts: ModelFacts, world: World) -> Placement | None:

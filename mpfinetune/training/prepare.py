@@ -111,7 +111,7 @@ def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = Fals
     has_cards = bool(world.cards)
     if leaves_open(config, has_cards):
         wished_rows = config.batch.micro_size
-        config, plan = choose(config, has_cards, lambda wanted: _planned(forecast_of(wanted), True, for_hardware))
+        config, plan = choose(config, world, lambda wanted: _planned(forecast_of(wanted), True, for_hardware))
         forecast = forecast_of(config)
         if wished_rows == "auto":  # the plan's rows are those with which probing begins
             config = replace(config, batch=replace(config.batch, micro_size=wished_rows))
