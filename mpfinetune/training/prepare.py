@@ -134,14 +134,18 @@ def _planned(forecast: Forecast, with_memory: bool, for_hardware: bool) -> Plan:
 
 
 def _world(config: RunConfig, world_size: int | None, for_hardware: bool) -> World:
-    """The devices that are here; the cards of ``hardware`` stand for them where the config names some."""
-    wanted = cards_of(config)
+    """The devices that are here; ``for_hardware``, the cards of ``hardware`` stand for them where the config names some.
+
+    Over several hosts nothing is said of the cards: each rank sees its own host's only, and ranks that plan for other cards could disagree.
+    """
+    wanted = cards_of(config)  # a card that nobody knows is said by every command
     if for_hardware and wanted:
         return World("cuda", config.devices or len(wanted), None, None, min(card.memory_bytes for card in wanted), wanted)
     present = tuple(present_card(name, capability, size) for name, capability, size in visible_cards(config))
     here = processes_per_host() if world_size is not None else None
     smallest = min((card.memory_bytes for card in present), default=None)
-    return World(device_type(config), visible_devices(config), world_size, here, smallest, wanted or present)
+    several_hosts = here is not None and world_size is not None and here < world_size
+    return World(device_type(config), visible_devices(config), world_size, here, smallest, () if several_hosts else present)
 
 
 def _judged_cards(config: RunConfig, world: World, for_hardware: bool) -> list[Card]:
