@@ -278,7 +278,8 @@ def launch_command(world_size: int, config_path: str = "CONFIG") -> str:
 
 
 def _placement(config: RunConfig, strategy: str, facts: ModelFacts, world: World) -> Placement | None:
-    if strategy != "local" or config.partition.local_overlap or not config.partition.device_map:
+    # A pipeline that goes on in one process (one card where two were meant) has a map of stages, not of devices.
+    if strategy != "local" or config.strategy != "local" or config.partition.local_overlap or not config.partition.device_map:
         return None
     return resolve_device_map(config.partition.device_map, facts, world.visible_devices)
 

@@ -96,6 +96,17 @@ def test_what_the_engine_does_not_know_goes_on_with_local(facts: ModelFacts, cha
     assert engine(made) == ("local", 0, "none", "none") and "strategy local" in made.notes[0]
 
 
+def test_a_pipeline_s_map_is_no_map_of_devices_on_the_one_card(facts: ModelFacts) -> None:
+    """All is on that card; read as a map of devices it would name one that is not there."""
+    stages = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": 1, "model.layers.3": 1, "model.norm": 1}
+    partition = {"device_map": {**stages, "lm_head": 1, "model.rotary_emb": 0}}
+    for strategy in ("auto", "pipeline"):
+        made = plan(facts, ONE_CARD, strategy=strategy, partition=partition, optimizer={"name": "sgd"})
+        assert engine(made) == ("local", 0, "none", "none") and made.placement is None and made.num_stages == 1
+    with pytest.raises(ConfigError, match="is given device 1, but the run uses 1 device"):
+        plan(facts, ONE_CARD, strategy="local", partition=partition)
+
+
 def test_fallback_never_names_the_command(facts: ModelFacts) -> None:
     with pytest.raises(LaunchError, match=r"fallback: never forbids .* torchrun --nproc_per_node 2 -m mpfinetune train CONFIG; .*fallback=auto"):
         plan(facts, ONE_CARD, fallback="never")
