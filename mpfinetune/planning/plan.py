@@ -17,7 +17,7 @@ from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import EngineChoice, choose_engine, rank_bytes
 from mpfinetune.planning.fallback import NeededBytes
-from mpfinetune.planning.hardware import PlanCard
+from mpfinetune.planning.hardware import PlanCard, cards_of_ranks, smallest_card
 from mpfinetune.planning.memory_plan import MemoryPlan
 from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count, rows_to_measure
 from mpfinetune.planning.partition import SplitJudge, effective_rule, partition, refuse_what_cannot_be_cut
@@ -231,13 +231,13 @@ def layout_of(config: RunConfig, facts: ModelFacts, strategy: str, num_stages: i
 def with_prediction(plan: Plan, config: RunConfig, facts: ModelFacts, knowledge: Knowledge) -> Plan:
     """The plan with its predicted step."""
     layout = layout_of(config, facts, plan.strategy, plan.num_stages, plan.stages_per_rank, plan.microbatches)
-    stopwatch = _stopwatch(knowledge, plan.micro_size, layout)
+    stopwatch = _stopwatch(knowledge, plan.micro_size, layout, plan.replicas)
     return replace(plan, prediction=stopwatch.predict(plan, knowledge.tokens_per_row))
 
 
-def _stopwatch(knowledge: Knowledge, micro_size: int, layout: Layout) -> Stopwatch:
+def _stopwatch(knowledge: Knowledge, micro_size: int, layout: Layout, replicas: int) -> Stopwatch:
     orders = knowledge.orders(layout.schedule, layout.ranks, layout.stages_per_rank, layout.microbatches)
-    return Stopwatch(layout, knowledge.times_of(micro_size, layout.ranks), orders)
+    return Stopwatch(layout, knowledge.times_of(micro_size, layout.ranks, replicas), orders)
 
 
 def _judge(
@@ -260,14 +260,14 @@ def _judge(
         empty = [replace(row, rank=rank) for rank in range(draft.pipeline_ranks)]
         return knowledge.needed_bytes(replace(draft, spans=spans, ranks=tuple(empty)), stage, 0)
 
-    cards_a_stage = max(1, len(world.cards) // draft.num_stages)  # replicas of a stage are beside each other
-    budgets = [card.memory_bytes for card in world.cards[::cards_a_stage]][: draft.num_stages]
+    smallest = [smallest_card(group) for group in cards_of_ranks(world.cards, draft.replicas)]
+    budgets = [card.memory_bytes for card in smallest][: draft.num_stages]
     return SplitJudge(
-        stopwatch=lambda: _stopwatch(knowledge, draft.micro_size, layout),
+        stopwatch=lambda: _stopwatch(knowledge, draft.micro_size, layout, draft.replicas),
         layout=layout,
         needed_bytes=needed_bytes,
         budgets=tuple(budgets) if len(budgets) == draft.num_stages and draft.stages_per_rank == 1 else None,
-        card_names=tuple(card.name for card in world.cards[::cards_a_stage]),
+        card_names=tuple(card.name for card in smallest),
         kinds=tuple(knowledge.block_kinds()) if effective_rule(config.partition) in ("time", "memory") else (),
     )
 

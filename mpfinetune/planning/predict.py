@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # (schedule, pipeline ranks, stages a rank, microbatches) -> each rank's actions in order.
 Orders = Callable[[str, int, int, int], Mapping[int, Sequence[Action]]]
-# (rows of a microbatch, pipeline ranks) -> the times of each rank.
-TimesOf = Callable[[int, int], Sequence[RankTimes]]
+# (rows of a microbatch, pipeline ranks, replicas) -> the times of each rank, its slowest replica's.
+TimesOf = Callable[[int, int, int], Sequence[RankTimes]]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mpfinetune.models.stage import StageModule, StageSpan
 from mpfinetune.planning.micro_size import rows_to_measure
 from mpfinetune.planning.predict import update_bytes
 from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes
-from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes
+from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes, slowest
 from mpfinetune.strategies.base import LossSum
 from mpfinetune.strategies.build import build_stage
 from mpfinetune.training.forecast import Forecast, write_calibration
@@ -43,7 +43,8 @@ def calibrate(forecast: Forecast, context: DistContext, on_stage: Callable[[Stag
     probe = _Probe(forecast, context, on_stage)
     own = probe.rank_times()
     gathered = context.gather_objects(own)
-    return [gathered[context.global_rank(rank, 0)] for rank in range(context.pipeline_ranks)]
+    groups = [[gathered[context.global_rank(rank, replica)] for replica in range(context.replicas)] for rank in range(context.pipeline_ranks)]
+    return [slowest(group) for group in groups]
 
 
 def calibrate_run(config: RunConfig) -> None:

@@ -17,6 +17,7 @@ from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import CostMeter, CostQuestion
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.quantize import statistics_of
+from mpfinetune.planning.hardware import cards_of_ranks, smallest_card
 from mpfinetune.planning.memory import predict_memory
 from mpfinetune.planning.memory_plan import GIB, MIB, MemoryPlan
 from mpfinetune.planning.plan import Plan, World
@@ -75,8 +76,8 @@ def plan_with_memory(
     orders = {}
     if plan.strategy == "pipeline":
         orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
-    # Replicas of a rank are beside each other.
-    sizes = [card.memory_bytes for card in world.cards[:: plan.replicas]] if plan.device_type == "cuda" else []
+    groups = cards_of_ranks(world.cards, plan.replicas) if plan.device_type == "cuda" else []
+    sizes = [smallest_card(group).memory_bytes for group in groups]
     memory = predict_memory(config, facts, plan, world, costs, orders, sizes, host_total_bytes)
     return replace(plan, memory=memory, notes=(*notes, *_warnings(plan, memory)))
 

@@ -95,6 +95,27 @@ def test_a_strategy_that_follows_from_the_map_offloads_like_the_same_strategy_na
     assert found["auto"] == found["pipeline"] == ("pipeline", "cpu", "none")
 
 
+def test_replicas_are_judged_by_the_smallest_and_the_slowest_of_their_cards(folder: Path) -> None:
+    """Every card of strategy zero holds and computes the same; the first card's memory and rates are not the others'."""
+    large, small = {"gpu": "rtx3090"}, {"gpu": "gtx1080ti", "memory_gib": 1.5}
+
+    def planned(hardware: list[dict[str, Any]], **changes: Any) -> Plan:
+        return plan_of(config_of(folder, 12, precision="fp16", hardware=hardware, **changes))[1]
+
+    zero: dict[str, Any] = {"strategy": "zero", "zero": {"stage": 1}}
+    mixed, slow, fast = (planned(cards, **zero) for cards in ([large, small], [small, small], [large, large]))
+    assert mixed.memory is not None and mixed.memory.cards[0].card_bytes == 1.5 * 2**30 and missing_bytes(mixed) == missing_bytes(slow) > 0
+    assert mixed.prediction is not None and slow.prediction is not None and fast.prediction is not None
+    assert mixed.prediction.step_seconds == slow.prediction.step_seconds > 1.5 * fast.prediction.step_seconds
+    chosen = planned([large, small])
+    assert missing_bytes(chosen) == 0 and (chosen.strategy, chosen.zero_stage) != ("zero", 1)
+    # A pipeline of two ranks with two replicas each: the second card of a pair is the one that decides.
+    pairs = planned(
+        [large, {**small, "memory_gib": 7}, large, {**small, "memory_gib": 9}], strategy="pipeline", partition={"num_stages": 2, "rule": "time"}
+    )
+    assert pairs.memory is not None and [card.card_bytes for card in pairs.memory.cards] == [7 * 2**30, 9 * 2**30]
+
+
 def test_nothing_fits(folder: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         plan_of(config_of(folder, 0.7, cards=1, strategy="zero", recompute="auto"))
