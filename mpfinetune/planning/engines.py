@@ -87,7 +87,11 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
     states, masters = row.optimizer_bytes + copies, row.master_bytes + copies
     weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], states // share[1]
     leaving = row.gradient_bytes - row.shared_gradient_bytes if choice.offload_gradients != "none" else 0
-    host = 0
+    host, buffers = 0, 0
+    if choice.offload_optimizer != "none" and choice.strategy == "zero" and choice.zero_stage >= 2:
+        # Each microbatch's gradients go to the host as they come. Stage 2 adds them up there in the weights' type, stage 3 in fp32.
+        buffers = (row.learning_bytes if choice.zero_stage == 2 else row.gradient_bytes) // replicas
+        leaving = gradients
     if choice.offload_optimizer != "none":
         # CPUAdam has a gradient of each master beside it.
         host, optimizer = host + optimizer + row.gradient_bytes // share[1], 0
@@ -100,6 +104,7 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
         leaving_gradient_bytes=leaving,
         optimizer_bytes=optimizer,
         host_bytes=host,
+        host_buffer_bytes=buffers,
         master_bytes=masters // share[1],
     )
 

@@ -164,7 +164,9 @@ def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCo
     span = plan.spans[stage]
     learning = learning_names(config, facts)
     gradients = _gradients_by_part(facts, plan, learning, stage, stages)
-    if plan.zero_stage >= 2:
+    if plan.strategy == "zero" and plan.zero_stage >= 2 and plan.offload_optimizer != "none":
+        gradients = {}  # on the host
+    elif plan.zero_stage >= 2:
         gradients = {name: size // plan.replicas for name, size in gradients.items()}
     waiting = 0
     if span.has_prologue and span.has_epilogue:
@@ -271,10 +273,10 @@ def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tu
     largest = max((part.numel for part in facts.parameters.values()), default=0)
     pinned = 0
     if plan.device_type == "cuda":
-        pinned = row.host_bytes + (TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0)
+        pinned = row.host_bytes + row.host_buffer_bytes + (TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0)
     pageable = PROCESS_BYTES[plan.device_type]
     if plan.device_type == "cpu":
-        pageable += row.host_bytes
+        pageable += row.host_bytes + row.host_buffer_bytes
     else:
         # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
         pageable += largest * (4 + TYPE_BYTES[config.precision])

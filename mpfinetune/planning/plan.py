@@ -53,6 +53,8 @@ class RankPlan:
     host_bytes: int = 0  # what is offloaded from the card
     shared_gradient_bytes: int = 0  # of the parameters that learn, those of which another rank holds a copy
     leaving_gradient_bytes: int = 0  # summed on the host, in fp32; not among gradient_bytes
+    learning_bytes: int = 0  # of the weights that learn, in their own type, before ZeRO splits them
+    host_buffer_bytes: int = 0  # of the engine on the host besides what is offloaded
     master_bytes: int = 0  # of the optimizer's bytes, fp32 copies of narrow weights: there before the first update
 
     @property
@@ -330,6 +332,7 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
         gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
         optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning) + code_table_bytes(config, facts, learning),
         master_bytes=sum(master_bytes(config, facts, name) for name in learning),
+        learning_bytes=weight_bytes(config, facts, learning),
         shared_gradient_bytes=facts.numel(learning & shared_names(facts, names)) * 4,
     )
 

@@ -120,11 +120,11 @@ def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
     seconds = update_bytes(row.gradient_bytes, row.optimizer_bytes) / times.update_bytes_per_second
     if plan.offload_optimizer != "none":
         seconds += 2 * row.host_bytes / link
-    if plan.offload_gradients != "none":  # every microbatch's in the weights' type; the last one's is counted above
+    if row.leaving_gradient_bytes:  # every microbatch's in the weights' type; the last one's is counted above
         seconds += (plan.microbatches - 1) * row.leaving_gradient_bytes * TYPE_BYTES[plan.precision] / 4 / link
     ring = (plan.replicas - 1) / plan.replicas
     if plan.zero_stage >= 2:
-        seconds += plan.microbatches * ring * row.gradient_bytes * plan.replicas / link
+        seconds += plan.microbatches * ring * (row.gradient_bytes + row.leaving_gradient_bytes) * plan.replicas / link
     else:
         seconds += 2 * ring * row.gradient_bytes / link
     if plan.zero_stage == 3:

@@ -242,6 +242,15 @@ def test_offloaded_states_are_the_hosts() -> None:
     assert memory_of(on_cards).cards[0].context_bytes == 450 * MIB
 
 
+def test_what_the_host_adds_up_is_on_no_card() -> None:
+    changes: dict[str, Any] = {"strategy": "zero", "zero": {"stage": 2}}
+    plan = planned(World("cuda", 1, 1), **changes, offload={"optimizer": "cpu"})
+    assert all(phase.gradient_bytes == 0 for phase in memory_of(plan).cards[0].phases)
+    kept = memory_of(planned(World("cuda", 1, 1), **changes)).cards[0].phase("step")
+    assert kept.gradient_bytes == plan.ranks[0].host_buffer_bytes > 0  # fp32 weights
+    assert memory_of(plan).host_pinned_bytes[0] >= plan.ranks[0].host_bytes + plan.ranks[0].host_buffer_bytes
+
+
 def test_what_cannot_fit_is_refused_with_the_keys_to_change() -> None:
     with pytest.raises(LaunchError, match=r"need 1\.\d GiB of host memory, but it has 0\.5 GiB \(device: cpu\); take a smaller model, batch"):
         refuse_what_cannot_fit(planned(host=GIB // 2))
