@@ -50,12 +50,18 @@ class RankPlan:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    host_bytes: int = 0  # what is offloaded from the card
+    host_bytes: int = 0  # what is offloaded from the card to the host's memory
+    disk_bytes: int = 0  # what is offloaded to the disk
     shared_gradient_bytes: int = 0  # of the parameters that learn, those of which another rank holds a copy
     leaving_gradient_bytes: int = 0  # summed on the host, in fp32; not among gradient_bytes
     learning_bytes: int = 0  # of the weights that learn, in their own type, before ZeRO splits them
     host_buffer_bytes: int = 0  # of the engine on the host besides what is offloaded
     master_bytes: int = 0  # of the optimizer's bytes, fp32 copies of narrow weights: there before the first update
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What the card lets go, wherever it is."""
+        return self.host_bytes + self.disk_bytes
 
     @property
     def total_bytes(self) -> int:

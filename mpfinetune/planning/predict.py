@@ -119,7 +119,7 @@ def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
     row, link = plan.ranks[rank], times.host_bytes_per_second
     seconds = update_bytes(row.gradient_bytes, row.optimizer_bytes) / times.update_bytes_per_second
     if plan.offload_optimizer != "none":
-        seconds += 2 * row.host_bytes / link
+        seconds += 2 * row.offloaded_bytes / link
     if row.leaving_gradient_bytes:  # every microbatch's in the weights' type; the last one's is counted above
         seconds += (plan.microbatches - 1) * row.leaving_gradient_bytes * TYPE_BYTES[plan.precision] / 4 / link
     ring = (plan.replicas - 1) / plan.replicas
@@ -130,7 +130,7 @@ def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
     if plan.zero_stage == 3:
         seconds += 2 * plan.microbatches * ring * row.weight_bytes * plan.replicas / link
     if plan.offload_parameters != "none":
-        seconds += 2 * plan.microbatches * row.host_bytes / link
+        seconds += 2 * plan.microbatches * row.offloaded_bytes / link
     return seconds
 
 

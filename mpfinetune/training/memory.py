@@ -205,7 +205,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[f
         row = plan.ranks[rank // plan.replicas]
         cards = [card for card in memory.cards if card.rank == row.rank]
         found += [
-            Comparison(rank, "weights", row.weight_bytes + (row.host_bytes if plan.offload_parameters != "none" else 0), seen.weight_bytes),
+            Comparison(rank, "weights", row.weight_bytes + (row.offloaded_bytes if plan.offload_parameters != "none" else 0), seen.weight_bytes),
             Comparison(rank, "gradients", row.gradient_bytes, seen.gradient_bytes),
             Comparison(rank, "optimizer", row.optimizer_bytes, seen.optimizer_bytes),
         ]
@@ -215,7 +215,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[f
             resident = sum(card.peak.total_bytes for card in cards) + memory.host_pinned_bytes[row.rank] + memory.host_pageable_bytes[row.rank]
             found.append(Comparison(rank, "resident peak of the process", resident, seen.peak_bytes))
         if seen.offloaded_bytes:
-            found.append(Comparison(rank, "offloaded", row.host_bytes, seen.offloaded_bytes))
+            found.append(Comparison(rank, "offloaded", row.offloaded_bytes, seen.offloaded_bytes))
     settled = step_seconds[_WARM_UP_UPDATES:]
     if plan.prediction is not None and settled:
         # Predicted for rows at full length; shorter ones take less.

@@ -9,7 +9,7 @@ import pytest
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts, inspect_model
-from mpfinetune.planning.plan import Plan, World, make_plan
+from mpfinetune.planning.plan import Plan, RankPlan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.training.forecast import Forecast
 from tests.families import tiny_config
@@ -93,6 +93,21 @@ def test_from_stage_2_on_an_offloaded_optimizer_has_the_gradients_on_the_host(
     # masters, two moments and the masters' gradients are counted apart
     assert row.gradient_bytes + row.leaving_gradient_bytes == 4 * count // (replicas if stage > 1 else 1)
     assert (row.gradient_bytes, row.host_buffer_bytes, row.host_bytes) == (on_card * count, buffers * count // replicas, 16 * count // replicas)
+
+
+def test_what_is_on_the_disk_is_not_in_the_host_s_memory(facts: ModelFacts) -> None:
+    """But stages 1 and 2 keep in memory what is meant for the disk."""
+    count = facts.numel(facts.parameters)
+
+    def row(stage: int, optimizer: str, parameters: str = "none") -> RankPlan:
+        offload = {"optimizer": optimizer, "parameters": parameters, "nvme_path": "/x"}
+        return plan(facts, World("cuda", 1, 1), strategy="zero", zero={"stage": stage}, offload=offload).ranks[0]
+
+    found = {(stage, *where): row(stage, *where) for stage, *where in [(3, "nvme", "nvme"), (3, "cpu", "nvme"), (3, "nvme", "cpu"), (2, "nvme")]}
+    assert {way: (made.host_bytes // count, made.disk_bytes // count) for way, made in found.items()} == {
+        (3, "nvme", "nvme"): (0, 20), (3, "cpu", "nvme"): (16, 4), (3, "nvme", "cpu"): (4, 16), (2, "nvme"): (16, 0),
+    }  # fmt: skip
+    assert found[3, "nvme", "nvme"].offloaded_bytes == 20 * count
 
 
 def test_offload_that_was_asked_for_stays(facts: ModelFacts) -> None:

@@ -19,6 +19,7 @@ from mpfinetune.models.fake_kernels import CudaAttention
 from mpfinetune.models.fake_run import Ledger
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.activations import stage_cost, step_peak
+from mpfinetune.planning.engines import engine_lines
 from mpfinetune.planning.memory import _stage_cost, predict_memory
 from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan, host_line, memory_rows
 from mpfinetune.planning.plan import Plan, World, make_plan
@@ -249,6 +250,18 @@ def test_what_the_host_adds_up_is_on_no_card() -> None:
     kept = memory_of(planned(World("cuda", 1, 1), **changes)).cards[0].phase("step")
     assert kept.gradient_bytes == plan.ranks[0].host_buffer_bytes > 0  # fp32 weights
     assert memory_of(plan).host_pinned_bytes[0] >= plan.ranks[0].host_bytes + plan.ranks[0].host_buffer_bytes
+
+
+def test_a_disk_s_bytes_are_not_counted_as_the_host_s_memory() -> None:
+    """A run larger than the host's memory was refused, though it had a disk for it."""
+    on_host, on_disk = (
+        planned(World("cuda", 1, 1), strategy="zero", zero={"stage": 3}, offload={"optimizer": where, "parameters": where, "nvme_path": "/x"})
+        for where in ("cpu", "nvme")
+    )
+    moved = on_host.ranks[0].host_bytes
+    assert (on_disk.ranks[0].disk_bytes, on_disk.ranks[0].host_bytes) == (moved, 0)
+    assert memory_of(on_host).fullest_host_bytes - memory_of(on_disk).fullest_host_bytes == moved > 0
+    assert all(f"({moved / MIB:.1f} MiB over one replica's ranks)" in engine_lines(plan)[0] for plan in (on_host, on_disk))
 
 
 def test_what_cannot_fit_is_refused_with_the_keys_to_change() -> None:
