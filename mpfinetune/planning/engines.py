@@ -88,9 +88,11 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
     weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], states // share[1]
     leaving = row.gradient_bytes - row.shared_gradient_bytes if choice.offload_gradients != "none" else 0
     host, buffers = 0, 0
+    if choice.offload_optimizer != "none" and choice.zero_stage in (1, 2):
+        buffers = row.learning_bytes // replicas  # the updated weights in their own type, on their way to the card
     if choice.offload_optimizer != "none" and choice.strategy == "zero" and choice.zero_stage >= 2:
         # Each microbatch's gradients go to the host as they come. Stage 2 adds them up there in the weights' type, stage 3 in fp32.
-        buffers = (row.learning_bytes if choice.zero_stage == 2 else row.gradient_bytes) // replicas
+        buffers += (row.learning_bytes if choice.zero_stage == 2 else row.gradient_bytes) // replicas
         leaving = gradients
     disk = 0
     if choice.offload_optimizer != "none":

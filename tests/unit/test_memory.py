@@ -20,6 +20,7 @@ from mpfinetune.models.fake_run import Ledger
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.activations import stage_cost, step_peak
 from mpfinetune.planning.engines import engine_lines
+from mpfinetune.planning.host_memory import rounded_up
 from mpfinetune.planning.memory import _stage_cost, predict_memory
 from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan, host_line, memory_rows
 from mpfinetune.planning.plan import Plan, World, make_plan
@@ -237,10 +238,58 @@ def test_offloaded_states_are_the_hosts() -> None:
     changes: dict[str, Any] = {"strategy": "pipeline", "offload": {"optimizer": "cpu"}}
     plain, plan = memory_of(planned()), planned(**changes)
     assert memory_of(plan).cards[0].phase("update").optimizer_bytes == 0
-    assert memory_of(plan).host_pageable_bytes[0] - plain.host_pageable_bytes[0] == plan.ranks[0].host_bytes > 0
+    row, card = plan.ranks[0], memory_of(plan).cards[0]
+    learning = row.gradient_bytes // 4
+    # masters, their gradients, two moments; the updated weights; a checkpoint's weights and moments, where the passes leave no room for them
+    saving = max(0, card.phase("save").total_bytes + 12 * learning - card.peak.total_bytes)
+    assert memory_of(plan).host_pageable_bytes[0] - plain.host_pageable_bytes[0] == (16 + 4) * learning + saving > row.host_bytes > 0
     on_cards = planned(World("cuda", 2), precision="bf16", **changes)
-    assert memory_of(on_cards).host_pinned_bytes[0] >= on_cards.ranks[0].host_bytes > 0
-    assert memory_of(on_cards).cards[0].context_bytes == 450 * MIB
+    learning = on_cards.ranks[0].gradient_bytes // 4
+    rounding = 2 * (rounded_up(4 * learning) - 4 * learning) + rounded_up(2 * learning) - 2 * learning
+    largest = max(part.numel for part in facts_of("llama").parameters.values())
+    assert memory_of(on_cards).host_pinned_bytes[0] == (16 + 2) * learning + 2 * largest + rounding
+    assert memory_of(on_cards).host_pageable_bytes[0] == 2 * GIB + 6 * largest + 12 * learning
+    card = memory_of(on_cards).cards[0]
+    assert card.context_bytes == 450 * MIB
+    assert card.phase("load").total_bytes == 2 * on_cards.ranks[0].weight_bytes  # the engine copies them once while it is built
+
+
+@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (2**20, 2**20), (2**20 + 1, 2**21), (3 * GIB, 4 * GIB)])
+def test_pinned_memory_is_taken_in_powers_of_two(size: int, taken: int) -> None:
+    assert rounded_up(size) == taken
+
+
+def test_stage_2_pins_each_parameter_s_sum_and_one_replica_of_a_rank_writes() -> None:
+    world = World("cuda", 2, 2)
+    plan = planned(world, strategy="zero", zero={"stage": 2}, offload={"optimizer": "cpu"}, precision="bf16")
+    sizes = [part.numel for part in facts_of("llama").parameters.values()]
+    count, largest = sum(sizes), max(sizes)
+    own = count // 2
+    pinned_alone = (4 * own, 4 * own, 2 * own, *(2 * size for size in sizes))
+    expected = (16 + 2 + 2) * own + 2 * largest + sum(rounded_up(size) - size for size in pinned_alone)
+    assert memory_of(plan).host_pinned_bytes == (expected,)
+    assert memory_of(plan).fullest_host_bytes == 2 * (expected + 2 * GIB + 6 * largest) + 12 * count
+
+
+def test_without_an_engine_a_card_s_checkpoint_passes_through_the_host_one_file_at_a_time() -> None:
+    plan = planned(World("cuda", 4), partition={"num_stages": 2}, precision="bf16", optimizer={"name": "adamw"})
+    sgd = planned(World("cuda", 4), partition={"num_stages": 2}, precision="bf16", optimizer={"name": "sgd"})
+    largest = max(part.numel for part in facts_of("llama").parameters.values())
+    process = 2 * GIB + 6 * largest
+    moments, weights = ([width * row.gradient_bytes // 4 for row in plan.ranks] for width in (8, 4))
+    assert plan.replicas == 2 and memory_of(plan).host_pageable_bytes == tuple(process + size for size in moments)
+    assert memory_of(plan).fullest_host_bytes == 4 * process + sum(moments)
+    assert memory_of(sgd).fullest_host_bytes == 4 * process + sum(weights)
+
+
+def test_inputs_that_recompute_offloads_are_those_of_the_schedule_s_microbatches() -> None:
+    """GPipe has all of them in flight, 1F1B on the last rank one."""
+    hidden = ROWS * TOKENS * facts_of("llama").hidden_size * 4
+    for schedule, counts in (("gpipe", (4, 4)), ("1f1b", (2, 1))):
+        plan, plain = (memory_of(planned(schedule=schedule, recompute=recompute)) for recompute in ("offload", "full"))
+        assert tuple(dict(card.in_flight)[card.rank] for card in plan.cards) == counts
+        moved = [with_offload - without for with_offload, without in zip(plan.host_pageable_bytes, plain.host_pageable_bytes, strict=True)]
+        assert moved == [2 * hidden * count for count in counts]  # two blocks a rank
 
 
 def test_what_the_host_adds_up_is_on_no_card() -> None:
@@ -248,7 +297,7 @@ def test_what_the_host_adds_up_is_on_no_card() -> None:
     plan = planned(World("cuda", 1, 1), **changes, offload={"optimizer": "cpu"})
     assert all(phase.gradient_bytes == 0 for phase in memory_of(plan).cards[0].phases)
     kept = memory_of(planned(World("cuda", 1, 1), **changes)).cards[0].phase("step")
-    assert kept.gradient_bytes == plan.ranks[0].host_buffer_bytes > 0  # fp32 weights
+    assert 2 * kept.gradient_bytes == plan.ranks[0].host_buffer_bytes > 0  # the sums and the updated weights, here both in fp32
     assert memory_of(plan).host_pinned_bytes[0] >= plan.ranks[0].host_bytes + plan.ranks[0].host_buffer_bytes
 
 
@@ -260,7 +309,9 @@ def test_a_disk_s_bytes_are_not_counted_as_the_host_s_memory() -> None:
     )
     moved = on_host.ranks[0].host_bytes
     assert (on_disk.ranks[0].disk_bytes, on_disk.ranks[0].host_bytes) == (moved, 0)
-    assert memory_of(on_host).fullest_host_bytes - memory_of(on_disk).fullest_host_bytes == moved > 0
+    own = 4 * facts_of("llama").numel(facts_of("llama").parameters)
+    rounding = rounded_up(own) - own  # of the masters' gradient
+    assert memory_of(on_host).fullest_host_bytes - memory_of(on_disk).fullest_host_bytes == moved + rounding > moved > 0
     assert all(f"({moved / MIB:.1f} MiB over one replica's ranks)" in engine_lines(plan)[0] for plan in (on_host, on_disk))
 
 
