@@ -82,6 +82,19 @@ class PreparedRun:
         return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
+def refuse_run_dir_under_a_file(run_dir: str) -> None:
+    """Before anything is planned or started, since the run would fail when it first writes.
+
+    Raises:
+        ConfigError: the run's folder cannot be made.
+    """
+    path = Path(run_dir).absolute()
+    for taken in (path, *path.parents):
+        if taken.exists() and not taken.is_dir():
+            what = "is" if taken == path else f"lies under '{taken}', which is"
+            raise ConfigError(f"run_dir: '{run_dir}' {what} a file, but must be a folder, or one that can be made; name another")
+
+
 def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False, for_hardware: bool = False) -> PlannedRun:
     """Facts and plan; ``world_size`` is None before the launch.
 

@@ -125,6 +125,9 @@ MISTAKES: dict[str, Mistake] = {
     "wrong type": Mistake(("optimizer.lr: 'fast' given", "number"), {"optimizer.lr": "fast"}),
     "several at once": Mistake(("train.seeed", "batch.micro_size: 0"), {"train.seeed": 1, "batch.micro_size": 0}),
     "device without cards": Mistake(("device: cuda", "no CUDA card is visible"), {"device": "cuda"}, environment={"CUDA_VISIBLE_DEVICES": ""}),
+    "negative number in a map": Mistake(("partition.device_map", "0 or more"), {"partition": {"device_map": {"bert": 0, "classifier": -1}}}),
+    "folder that is a file": Mistake(("run_dir: '", "is a file", "name another"), {"run_dir": __file__}),
+    "folder under a file": Mistake(("run_dir: '", "lies under", "which is a file"), {"run_dir": f"{__file__}/run"}),
     # the split
     "more stages than blocks": Mistake(("partition.num_stages: 5", "4 blocks"), {**PIPELINE, "partition.num_stages": 5}),
     "map that leaves a block out": Mistake(("partition.stages", "bert.encoder.layer.2"), by_map("embed, 0-1", "3, head")),

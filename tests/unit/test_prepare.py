@@ -1,12 +1,14 @@
-"""The devices that a run is planned for: those of ``hardware`` by ``plan``, those that are here by ``train``, none over several hosts."""
+"""Before a run starts: the devices that it is planned for (of ``hardware``, or those that are here), and a folder that can be made."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpfinetune.config import RunConfig, config_from_dict
+from mpfinetune.errors import ConfigError
 from mpfinetune.training import prepare
 
 GIB = 2**30
@@ -37,3 +39,14 @@ def test_over_several_hosts_no_rank_plans_by_the_cards_of_its_own(monkeypatch: p
     monkeypatch.setattr(prepare, "processes_per_host", lambda: on_this_host)
     world = prepare._world(config_of(), 4, for_hardware=False)
     assert (len(world.cards), world.processes_per_host) == (cards, on_this_host)
+
+
+def test_a_run_s_folder_is_no_file_and_under_none(tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("")
+    prepare.refuse_run_dir_under_a_file(str(tmp_path))
+    prepare.refuse_run_dir_under_a_file(str(tmp_path / "new" / "run"))
+    with pytest.raises(ConfigError, match=r"run_dir: '.*taken' is a file, but must be a folder"):
+        prepare.refuse_run_dir_under_a_file(str(file))
+    with pytest.raises(ConfigError, match=r"run_dir: '.*taken/a/b' lies under '.*taken', which is a file"):
+        prepare.refuse_run_dir_under_a_file(str(file / "a" / "b"))
