@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpfinetune.config import RunConfig
 from mpfinetune.dist import DistContext, environment_int, init_distributed, launched_by_torchrun
+from mpfinetune.errors import ConfigError
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.stage import StageModule, StageSpan
@@ -53,6 +54,11 @@ def calibrate_run(config: RunConfig) -> None:
     Raises:
         UserError: whatever is wrong with config, model, map or processes.
     """
+    if config.partition.local_overlap:
+        raise ConfigError(
+            "partition.local_overlap: true given, whose devices one process drives, and --calibrate measures one device for each process, so its "
+            "times would not be used; leave out --calibrate, or set strategy: pipeline to measure each card with a process of its own"
+        )
     planned = plan_run(config, environment_int("WORLD_SIZE") if launched_by_torchrun() else None)
     context = init_distributed(config, planned.plan.pipeline_ranks)
     times = calibrate(planned.forecast, context)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpfinetune.config import RunConfig
-from mpfinetune.errors import ModelError
+from mpfinetune.errors import ConfigError, ModelError
 from mpfinetune.models.costs import CostMeter
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.planning.hardware import cards_of_ranks
@@ -146,17 +146,30 @@ class Forecast:
 
 
 def read_calibration(config: RunConfig, key: dict[str, Any]) -> list[RankTimes] | None:
-    """The measured times of each pipeline rank from the run's folder, or None where there are none with this key."""
+    """The measured times of each pipeline rank from the run's folder, or None where there are none with this key.
+
+    Raises:
+        ConfigError: the file is not one that was written whole.
+    """
     path = Path(config.run_dir) / CALIBRATION_FILE
     if not path.is_file():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [RankTimes.from_json(times) for times in content["ranks"]] if content.get("key") == key else None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [RankTimes.from_json(times) for times in content["ranks"]] if content["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"run_dir: the measured times in '{path}' cannot be read ({type(error).__name__}: {error}); delete the file, and measure anew with "
+            "plan --calibrate if you want them"
+        ) from error
 
 
 def write_calibration(config: RunConfig, key: dict[str, Any], ranks: Sequence[RankTimes]) -> Path:
+    """Write the times whole or not at all: under another name first."""
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / CALIBRATION_FILE
-    path.write_text(json.dumps({"key": key, "ranks": [times.to_json() for times in ranks]}, indent=2) + "\n", encoding="utf-8")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps({"key": key, "ranks": [times.to_json() for times in ranks]}, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
     return path
