@@ -48,10 +48,11 @@ def plan(
     def run(settings: RunConfig, reporter: Reporter) -> None:
         from mpfinetune.dist import launched_by_torchrun
         from mpfinetune.training.calibrate import calibrate_run
-        from mpfinetune.training.prepare import plan_run
+        from mpfinetune.training.prepare import plan_run, refuse_run_dir_under_a_file
         from mpfinetune.training.run import show_plan
         from mpfinetune.training.show import picture_of
 
+        refuse_run_dir_under_a_file(settings.run_dir)
         if calibrate:
             if launched_by_torchrun():
                 calibrate_run(settings)
@@ -263,9 +264,10 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     from mpfinetune.planning.memory_plan import host_line
     from mpfinetune.strategies.deepspeed_ops import prepare_ops
     from mpfinetune.training.memory import refuse_what_cannot_fit
-    from mpfinetune.training.prepare import plan_run, prepare_run
+    from mpfinetune.training.prepare import plan_run, prepare_run, refuse_run_dir_under_a_file
     from mpfinetune.training.run import show_plan
 
+    refuse_run_dir_under_a_file(settings.run_dir)
     as_rank = launched_by_torchrun()
     started_here = os.environ.get(_STARTED_HERE) == "1"
     # Ranks by torchrun must all refuse alike; of those started here one is enough, which sets it beside what was measured.

@@ -159,6 +159,7 @@ RULES: tuple[Rule, ...] = (
         why="a pipeline's stages are whole blocks in their order",
         instead="name them block by block, write partition.stages, or set strategy: local",
     ),
+    Rule("partition.device_map", lambda c: min(c.partition.device_map.values(), default=0) >= 0, "a mapping to numbers of 0 or more"),
     Rule(
         "partition.local_overlap",
         lambda c: not c.partition.local_overlap or c.strategy == "local",

@@ -124,7 +124,7 @@ class Rank:
         started = time.perf_counter()
         times = calibrate(forecast, context, slow)
         took = time.perf_counter() - started
-        knowledge = replace(forecast.knowledge(), times_of=lambda rows, ranks: times)
+        knowledge = replace(forecast.knowledge(), times_of=lambda rows, ranks, replicas: times)
         plan = with_prediction(make_plan(config, self.facts, World("cpu", 2, 2), knowledge), config, self.facts, knowledge)
         assert plan.prediction is not None
         self.updates[name] = self._update(config, plan, context, tokens, slow)

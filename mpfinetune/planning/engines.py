@@ -27,9 +27,7 @@ class EngineChoice:
     notes: tuple[str, ...] = ()
 
 
-def choose_engine(
-    config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int, needed: NeededBytes | None = None
-) -> EngineChoice:
+def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: str, cards: int, needed: NeededBytes | None = None) -> EngineChoice:
     """From the strategy that is wished for, meant for ``cards`` cards, to what is done here; ``needed`` is asked if one card must do.
 
     Raises:
@@ -82,19 +80,29 @@ def _check(choice: EngineChoice, config: RunConfig, world: World) -> None:
 
 
 def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
-    """A rank's row with what ZeRO splits over the replicas, and with what is offloaded moved to ``host_bytes`` (disk counted as host)."""
+    """A rank's row with what ZeRO splits over the replicas, and with what is offloaded moved to ``host_bytes`` and ``disk_bytes``."""
     share = {stage: replicas if choice.zero_stage >= stage else 1 for stage in (1, 2, 3)}
     # The engine keeps an fp32 master of all that learns (as large as its gradient), also of what is fp32 already.
     copies = row.gradient_bytes - row.master_bytes if choice.zero_stage else 0
     states, masters = row.optimizer_bytes + copies, row.master_bytes + copies
     weights, gradients, optimizer = row.weight_bytes // share[3], row.gradient_bytes // share[2], states // share[1]
     leaving = row.gradient_bytes - row.shared_gradient_bytes if choice.offload_gradients != "none" else 0
-    host = 0
+    host, buffers = 0, 0
+    if choice.offload_optimizer != "none" and choice.zero_stage in (1, 2):
+        buffers = row.learning_bytes // replicas  # the updated weights in their own type, on their way to the card
+    if choice.offload_optimizer != "none" and choice.strategy == "zero" and choice.zero_stage >= 2:
+        # Each microbatch's gradients go to the host as they come. Stage 2 adds them up there in the weights' type, stage 3 in fp32.
+        buffers += (row.learning_bytes if choice.zero_stage == 2 else row.gradient_bytes) // replicas
+        leaving = gradients
+    disk = 0
     if choice.offload_optimizer != "none":
-        # CPUAdam has a gradient of each master beside it.
-        host, optimizer = host + optimizer + row.gradient_bytes // share[1], 0
+        # CPUAdam has a gradient of each master beside it. Stages 1 and 2 know no disk: DeepSpeed keeps in memory what is meant for it.
+        states = optimizer + row.gradient_bytes // share[1]
+        on_disk = choice.offload_optimizer == "nvme" and choice.zero_stage == 3
+        host, disk, optimizer = host + states * (not on_disk), disk + states * on_disk, 0
     if choice.offload_parameters != "none":
-        host, weights = host + weights, 0
+        on_disk = choice.offload_parameters == "nvme"
+        host, disk, weights = host + weights * (not on_disk), disk + weights * on_disk, 0
     return replace(
         row,
         weight_bytes=weights,
@@ -102,6 +110,8 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
         leaving_gradient_bytes=leaving,
         optimizer_bytes=optimizer,
         host_bytes=host,
+        disk_bytes=disk,
+        host_buffer_bytes=buffers,
         master_bytes=masters // share[1],
     )
 
@@ -118,8 +128,8 @@ def engine_lines(plan: Plan) -> list[str]:
         ("weights", plan.offload_parameters),
     )
     moved = [f"{what} {where[device]}" for what, device in parts if device != "none"]
-    host = sum(row.host_bytes for row in plan.ranks) / 2**20
+    away = sum(row.offloaded_bytes for row in plan.ranks) / 2**20
     return [
         f"DeepSpeed ZeRO-{plan.zero_stage}: {split} split over {plan.replicas} replica(s)"
-        + (f"; {', '.join(moved)} ({host:.1f} MiB over one replica's ranks)" if moved else "")
+        + (f"; {', '.join(moved)} ({away:.1f} MiB over one replica's ranks)" if moved else "")
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -59,6 +60,16 @@ def present_card(name: str, capability: tuple[int, int], memory_bytes: int) -> P
     known = [prefix for prefix in CARDS if key.startswith(prefix) and _BOARD.fullmatch(key.removeprefix(prefix))]
     spec = CARDS[max(known, key=len)] if known else None
     return PlanCard(name, memory_bytes, spec, capability)
+
+
+def cards_of_ranks(cards: Sequence[PlanCard], replicas: int) -> list[tuple[PlanCard, ...]]:
+    """The cards of each pipeline rank: its replicas are beside each other, and each of them holds and computes the same."""
+    return [tuple(cards[first : first + replicas]) for first in range(0, len(cards), replicas)]
+
+
+def smallest_card(cards: Sequence[PlanCard]) -> PlanCard:
+    """The one that decides whether what all of them hold fits."""
+    return min(cards, key=lambda card: card.memory_bytes)
 
 
 def _card(entry: dict[str, Any], path: str, problems: list[str]) -> PlanCard | None:

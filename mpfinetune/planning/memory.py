@@ -6,6 +6,7 @@ which a rank acts. What no run of ours can tell before it starts is a stated con
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,10 +14,10 @@ from mpfinetune.config import RunConfig
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
-from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.activations import StageCost, StepPeak, stage_cost, step_peak
-from mpfinetune.planning.memory_plan import GIB, MIB, CardMemory, MemoryPlan, PhaseMemory
-from mpfinetune.planning.plan import Plan, RankPlan, World
+from mpfinetune.planning.host_memory import host_needs
+from mpfinetune.planning.memory_plan import MIB, CardMemory, MemoryPlan, PhaseMemory
+from mpfinetune.planning.plan import Plan, World
 from mpfinetune.planning.schedule import Action
 from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, optimizer_bytes, precision_bytes, shared_names, weight_bytes
 
@@ -24,9 +25,6 @@ from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, optimiz
 CUDA_CONTEXT_BYTES = 450 * MIB
 # Share of what comes and goes that the caching allocator cannot reuse.
 FRAGMENTATION = 0.05
-# Resident bytes of a process that has imported torch, transformers and its data, before the model (500 to 560 MiB on Linux with torch 2.13);
-# CUDA's libraries come on top.
-PROCESS_BYTES = {"cpu": 550 * MIB, "cuda": 2 * GIB}
 # torch's pipeline keeps receive buffers of other lengths for later (strategies/pipeline.py drops the oldest beyond this).
 CACHED_BUFFER_BYTES = 256 * MIB
 # DeepSpeed's buckets as strategies/deepspeed_config.py sets them: elements in fp32.
@@ -44,6 +42,7 @@ class _Static:
     optimizer: int
     masters: int  # of the optimizer's bytes, those that are there before the first update
     largest: int  # elements of the largest parameter that learns
+    learning: int  # of the weights, those that learn
 
 
 def predict_memory(
@@ -70,14 +69,18 @@ def predict_memory(
     )
     per_host = world.processes_per_host or plan.world_size
     on_cpu = plan.device_type == "cpu"
-    needs = [_host(config, facts, plan, rank) for rank in plan.ranks]
-    on_cards = [sum(card.peak.total_bytes for card in cards if card.rank == rank) if on_cpu else 0 for rank in range(len(needs))]
-    of_rank = [pinned + pageable + on_card for (pinned, pageable), on_card in zip(needs, on_cards, strict=True)]
-    everywhere = sorted((size for size in of_rank for _ in range(plan.replicas)), reverse=True)
+    of_rank = [[card for card in cards if card.rank == row.rank] for row in plan.ranks]
+    needs = [host_needs(config, facts, plan, row, own) for row, own in zip(plan.ranks, of_rank, strict=True)]
+    on_cards = [sum(card.peak.total_bytes for card in own) if on_cpu else 0 for own in of_rank]
+    everywhere = []
+    for need, on_card in zip(needs, on_cards, strict=True):
+        held = need.pinned + need.pageable + on_card
+        everywhere += [held + need.saving, *[held] * (plan.replicas - 1)]  # one replica of each rank writes
+    everywhere.sort(reverse=True)
     return MemoryPlan(
         cards=cards,
-        host_pinned_bytes=tuple(pinned for pinned, _ in needs),
-        host_pageable_bytes=tuple(pageable for _, pageable in needs),
+        host_pinned_bytes=tuple(need.pinned for need in needs),
+        host_pageable_bytes=tuple(need.pageable + need.saving for need in needs),
         fullest_host_bytes=sum(everywhere[:per_host]),
         host_total_bytes=host_total_bytes,
         activations_known=costs is not None,
@@ -113,7 +116,7 @@ def card_memory(
     static = _static(config, facts, plan, rank, device)
     step, evaluation, buffers = StepPeak(), 0, 0
     if costs is not None:
-        stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage) for stage in stages}
+        stage_costs = {stage: _stage_cost(config, facts, plan, costs, stage, stages) for stage in stages}
         if plan.strategy == "pipeline":
             step, buffers = step_peak(orders[rank], stage_costs), _buffers(config, plan, costs, stages)
         else:
@@ -152,24 +155,20 @@ def _static(config: RunConfig, facts: ModelFacts, plan: Plan, rank: int, device:
     largest = max((facts.parameters[name].numel for name in learning), default=0)
     masters = 0 if plan.offload_optimizer != "none" else row.master_bytes
     if _devices(plan) == 1:
-        return _Static(row.weight_bytes, row.gradient_bytes, row.optimizer_bytes, masters, largest)
+        return _Static(row.weight_bytes, row.gradient_bytes, row.optimizer_bytes, masters, largest, row.learning_bytes)
     narrow = sum(4 * facts.parameters[name].numel for name in learning if precision_bytes(config, facts, name) < 4)
     optimizer = sum(optimizer_bytes(config, facts, name) for name in learning)
-    return _Static(weight_bytes(config, facts, names), facts.numel(learning) * 4, optimizer, narrow, largest)
+    return _Static(weight_bytes(config, facts, names), facts.numel(learning) * 4, optimizer, narrow, largest, weight_bytes(config, facts, learning))
 
 
-def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCosts, stage: int) -> StageCost:
+def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCosts, stage: int, stages: Sequence[int]) -> StageCost:
+    """One of the ``stages`` of a card, for one microbatch."""
     span = plan.spans[stage]
     learning = learning_names(config, facts)
-    gradients: dict[str, int] = {}
-    held = {facts.canonical_name(name) for name in span.parameter_names(facts)}
-    if plan.offload_gradients != "none":
-        held &= shared_names(facts, span.parameter_names(facts))
-    for name in held & learning:
-        part = facts.parameters[name]
-        where = f"block {part.block}" if part.block is not None else "epilogue" if part.part == "epilogue" else "prologue"
-        gradients[where] = gradients.get(where, 0) + 4 * part.numel
-    if plan.zero_stage >= 2:
+    gradients = _gradients_by_part(facts, plan, learning, stage, stages)
+    if plan.strategy == "zero" and plan.zero_stage >= 2 and plan.offload_optimizer != "none":
+        gradients = {}  # on the host
+    elif plan.zero_stage >= 2:
         gradients = {name: size // plan.replicas for name, size in gradients.items()}
     waiting = 0
     if span.has_prologue and span.has_epilogue:
@@ -177,6 +176,29 @@ def _stage_cost(config: RunConfig, facts: ModelFacts, plan: Plan, costs: ModelCo
         waiting = sum(facts.parameters[name].numel * precision_bytes(config, facts, name) for name in tied)
     policy = config.recompute
     return stage_cost(costs, span, recomputed_blocks(policy, facts.num_blocks), policy == "offload", gradients, waiting)
+
+
+def _gradients_by_part(facts: ModelFacts, plan: Plan, learning: frozenset[str], stage: int, stages: Sequence[int]) -> dict[str, int]:
+    """Bytes of the fp32 sums of gradients that come into being in a stage, by the part after whose backward pass they are there."""
+    span = plan.spans[stage]
+    names = {index: plan.spans[index].parameter_names(facts) for index in stages}
+    # What two stages of a card hold has one sum, which is there from the later stage's backward pass on, since that is the earlier one.
+    counted = {facts.canonical_name(name) for index in stages if index > stage for name in names[index]}
+    staying = learning if plan.offload_gradients == "none" else learning & shared_names(facts, itertools.chain.from_iterable(names.values()))
+    gradients: dict[str, int] = {}
+    for name in names[stage]:
+        canonical, part = facts.canonical_name(name), facts.parameters[name]
+        if canonical in counted or canonical not in staying:
+            continue
+        counted.add(canonical)
+        if part.block is not None:
+            where = f"block {part.block}"
+        elif part.part == "epilogue" or (span.start == span.stop and not span.has_prologue):
+            where = "epilogue"
+        else:  # what every stage holds is complete when the stage's first block is through
+            where = "prologue" if span.has_prologue else f"block {span.start}"
+        gradients[where] = gradients.get(where, 0) + 4 * part.numel
+    return gradients
 
 
 def _leaving(plan: Plan, costs: ModelCosts, stage: int) -> int:
@@ -205,10 +227,12 @@ def _phases(config: RunConfig, plan: Plan, static: _Static, step: StepPeak, eval
     if plan.offload_optimizer == "none":
         update = 4 * static.largest if plan.device_type == "cpu" else static.gradients
     in_pass = min(step.gradient_bytes, static.gradients) if step.total_bytes else static.gradients
+    # The engine of stages 1 and 2 copies what learns once more before its masters leave.
+    cloned = static.learning if plan.zero_stage in (1, 2) and plan.offload_optimizer != "none" else 0
     first = PhaseMemory("first step", static.weights, in_pass, static.masters, kept, passing + engine, buffers)
     steady = replace(first, name="step", optimizer_bytes=static.optimizer)
     return (
-        PhaseMemory("load", static.weights, workspace_bytes=0),
+        PhaseMemory("load", static.weights, workspace_bytes=cloned),
         first,
         steady,
         PhaseMemory("update", static.weights, static.gradients, static.optimizer, 0, update + engine, buffers),
@@ -246,31 +270,3 @@ def _share_of(step: StepPeak, facts: ModelFacts, plan: Plan, device: int) -> Ste
         most_saved_bytes=part(step.most_saved_bytes),
         in_flight=step.in_flight,
     )
-
-
-def _host(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> tuple[int, int]:
-    """(pinned, pageable) bytes of a rank's process, without its card's where the card is the CPU."""
-    largest = max((part.numel for part in facts.parameters.values()), default=0)
-    pinned = 0
-    if plan.device_type == "cuda":
-        pinned = row.host_bytes + (TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0)
-    pageable = PROCESS_BYTES[plan.device_type]
-    if plan.device_type == "cpu":
-        pageable += row.host_bytes
-    else:
-        # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
-        pageable += largest * (4 + TYPE_BYTES[config.precision])
-    return pinned, pageable + _offloaded_inputs(config, facts, plan, row)
-
-
-def _offloaded_inputs(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> int:
-    """With ``recompute: offload`` the blocks' inputs of every microbatch in flight are in host memory."""
-    if config.recompute != "offload":
-        return 0
-    blocks = sum(_blocks(plan.spans[stage]) for stage in row.stages)
-    hidden = plan.micro_size * config.data.max_length * facts.hidden_size * TYPE_BYTES[config.precision]
-    return blocks * hidden * min(plan.microbatches, plan.num_stages)
-
-
-def _blocks(span: StageSpan) -> int:
-    return span.stop - span.start

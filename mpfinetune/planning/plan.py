@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpfinetune.config import LOOPED_SCHEDULES, PartitionConfig, RunConfig, ZeroConfig
+from mpfinetune.config import PartitionConfig, RunConfig, ZeroConfig
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
@@ -17,12 +17,13 @@ from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.device_map import Placement, resolve_device_map
 from mpfinetune.planning.engines import EngineChoice, choose_engine, rank_bytes
 from mpfinetune.planning.fallback import NeededBytes
-from mpfinetune.planning.hardware import PlanCard
+from mpfinetune.planning.hardware import PlanCard, cards_of_ranks, smallest_card
 from mpfinetune.planning.memory_plan import MemoryPlan
 from mpfinetune.planning.micro_size import largest_micro_size, microbatch_count, rows_to_measure
 from mpfinetune.planning.partition import SplitJudge, effective_rule, partition, refuse_what_cannot_be_cut
 from mpfinetune.planning.predict import Knowledge, Layout, StepPrediction, Stopwatch
 from mpfinetune.planning.schedule import microbatch_multiple, min_microbatches, stages_of_rank
+from mpfinetune.planning.strategy import default_stages_per_rank, strategy_and_stages
 from mpfinetune.planning.tensor_bytes import code_table_bytes, learning_names, master_bytes, optimizer_bytes, shared_names, weight_bytes
 
 
@@ -49,10 +50,18 @@ class RankPlan:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    host_bytes: int = 0  # what is offloaded from the card
+    host_bytes: int = 0  # what is offloaded from the card to the host's memory
+    disk_bytes: int = 0  # what is offloaded to the disk
     shared_gradient_bytes: int = 0  # of the parameters that learn, those of which another rank holds a copy
     leaving_gradient_bytes: int = 0  # summed on the host, in fp32; not among gradient_bytes
+    learning_bytes: int = 0  # of the weights that learn, in their own type, before ZeRO splits them
+    host_buffer_bytes: int = 0  # of the engine on the host besides what is offloaded
     master_bytes: int = 0  # of the optimizer's bytes, fp32 copies of narrow weights: there before the first update
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What the card lets go, wherever it is."""
+        return self.host_bytes + self.disk_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -146,11 +155,11 @@ def make_plan(config: RunConfig, facts: ModelFacts, world: World, knowledge: Kno
         ConfigError: stages, map, schedule and batch do not fit the model or each other.
         LaunchError: the number of processes does not fit the plan.
     """
-    strategy, num_stages = _strategy_and_stages(config, world)
-    cards = math.ceil(num_stages / _stages_per_rank(config))
+    strategy, num_stages = strategy_and_stages(config, world)
+    cards = math.ceil(num_stages / default_stages_per_rank(config))
     engine = choose_engine(config, facts, world, strategy, cards, _needed_on_one_card(knowledge, config, facts, world))
     strategy, num_stages = engine.strategy, num_stages if engine.strategy == strategy else 1
-    stages_per_rank = num_stages if strategy in ("local", "zero") else _stages_per_rank(config)
+    stages_per_rank = num_stages if strategy in ("local", "zero") else default_stages_per_rank(config)
     if num_stages % stages_per_rank:
         raise ConfigError(
             f"schedule: {config.schedule} puts {stages_per_rank} stages on each process, but {num_stages} stages are asked for; "
@@ -230,13 +239,13 @@ def layout_of(config: RunConfig, facts: ModelFacts, strategy: str, num_stages: i
 def with_prediction(plan: Plan, config: RunConfig, facts: ModelFacts, knowledge: Knowledge) -> Plan:
     """The plan with its predicted step."""
     layout = layout_of(config, facts, plan.strategy, plan.num_stages, plan.stages_per_rank, plan.microbatches)
-    stopwatch = _stopwatch(knowledge, plan.micro_size, layout)
+    stopwatch = _stopwatch(knowledge, plan.micro_size, layout, plan.replicas)
     return replace(plan, prediction=stopwatch.predict(plan, knowledge.tokens_per_row))
 
 
-def _stopwatch(knowledge: Knowledge, micro_size: int, layout: Layout) -> Stopwatch:
+def _stopwatch(knowledge: Knowledge, micro_size: int, layout: Layout, replicas: int) -> Stopwatch:
     orders = knowledge.orders(layout.schedule, layout.ranks, layout.stages_per_rank, layout.microbatches)
-    return Stopwatch(layout, knowledge.times_of(micro_size, layout.ranks), orders)
+    return Stopwatch(layout, knowledge.times_of(micro_size, layout.ranks, replicas), orders)
 
 
 def _judge(
@@ -259,14 +268,14 @@ def _judge(
         empty = [replace(row, rank=rank) for rank in range(draft.pipeline_ranks)]
         return knowledge.needed_bytes(replace(draft, spans=spans, ranks=tuple(empty)), stage, 0)
 
-    cards_a_stage = max(1, len(world.cards) // draft.num_stages)  # replicas of a stage are beside each other
-    budgets = [card.memory_bytes for card in world.cards[::cards_a_stage]][: draft.num_stages]
+    smallest = [smallest_card(group) for group in cards_of_ranks(world.cards, draft.replicas)]
+    budgets = [card.memory_bytes for card in smallest][: draft.num_stages]
     return SplitJudge(
-        stopwatch=lambda: _stopwatch(knowledge, draft.micro_size, layout),
+        stopwatch=lambda: _stopwatch(knowledge, draft.micro_size, layout, draft.replicas),
         layout=layout,
         needed_bytes=needed_bytes,
         budgets=tuple(budgets) if len(budgets) == draft.num_stages and draft.stages_per_rank == 1 else None,
-        card_names=tuple(card.name for card in world.cards[::cards_a_stage]),
+        card_names=tuple(card.name for card in smallest),
         kinds=tuple(knowledge.block_kinds()) if effective_rule(config.partition) in ("time", "memory") else (),
     )
 
@@ -276,45 +285,9 @@ def launch_command(world_size: int, config_path: str = "CONFIG") -> str:
     return f"torchrun --nproc_per_node {world_size} -m mpfinetune train {config_path}"
 
 
-def _stages_per_rank(config: RunConfig) -> int:
-    return config.stages_per_rank or (2 if config.schedule in LOOPED_SCHEDULES else 1)
-
-
-def _strategy_and_stages(config: RunConfig, world: World) -> tuple[str, int]:
-    wish = config.partition
-    mapped = len(wish.stages) or (max(wish.device_map.values(), default=-1) + 1) or wish.num_stages
-    if config.strategy == "local":
-        return "local", _local_stages(mapped, world) if wish.local_overlap else 1
-    if config.strategy == "zero":
-        return "zero", 1
-    if mapped is None:
-        processes = world.world_size or world.visible_devices
-        if config.strategy == "auto" and processes == 1:
-            return "local", 1
-        mapped = max(2, min(processes, world.visible_devices)) * _stages_per_rank(config)
-    if config.strategy == "auto" and mapped == 1:
-        return "local", 1
-    return "pipeline", mapped
-
-
-def _local_stages(mapped: int | None, world: World) -> int:
-    """One stage a device, for microbatches in flight in one process."""
-    stages = mapped or world.visible_devices
-    if stages < 2:
-        raise ConfigError(
-            f"partition.local_overlap: true given, but there is {stages} stage for {world.visible_devices} visible device(s); it needs at least "
-            "2 of each (devices, CUDA_VISIBLE_DEVICES, partition.stages or partition.num_stages)"
-        )
-    if stages > world.visible_devices:
-        raise ConfigError(
-            f"partition.local_overlap: {stages} stages are asked for, one a device, but {world.visible_devices} device(s) are visible; take fewer "
-            "stages (partition.stages, partition.num_stages, partition.device_map) or more devices"
-        )
-    return stages
-
-
 def _placement(config: RunConfig, strategy: str, facts: ModelFacts, world: World) -> Placement | None:
-    if strategy != "local" or config.partition.local_overlap or not config.partition.device_map:
+    # A pipeline that goes on in one process (one card where two were meant) has a map of stages, not of devices.
+    if strategy != "local" or config.strategy != "local" or config.partition.local_overlap or not config.partition.device_map:
         return None
     return resolve_device_map(config.partition.device_map, facts, world.visible_devices)
 
@@ -365,6 +338,7 @@ def _rank_plan(rank: int, config: RunConfig, facts: ModelFacts, spans: tuple[Sta
         gradient_bytes=facts.numel(learning) * 4,  # accumulated in fp32, whatever the weights' type
         optimizer_bytes=sum(optimizer_bytes(config, facts, name) for name in learning) + code_table_bytes(config, facts, learning),
         master_bytes=sum(master_bytes(config, facts, name) for name in learning),
+        learning_bytes=weight_bytes(config, facts, learning),
         shared_gradient_bytes=facts.numel(learning & shared_names(facts, names)) * 4,
     )
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # (schedule, pipeline ranks, stages a rank, microbatches) -> each rank's actions in order.
 Orders = Callable[[str, int, int, int], Mapping[int, Sequence[Action]]]
-# (rows of a microbatch, pipeline ranks) -> the times of each rank.
-TimesOf = Callable[[int, int], Sequence[RankTimes]]
+# (rows of a microbatch, pipeline ranks, replicas) -> the times of each rank, its slowest replica's.
+TimesOf = Callable[[int, int, int], Sequence[RankTimes]]
 
 
 @dataclass(frozen=True)
@@ -119,18 +119,18 @@ def update_seconds(plan: Plan, rank: int, times: RankTimes) -> float:
     row, link = plan.ranks[rank], times.host_bytes_per_second
     seconds = update_bytes(row.gradient_bytes, row.optimizer_bytes) / times.update_bytes_per_second
     if plan.offload_optimizer != "none":
-        seconds += 2 * row.host_bytes / link
-    if plan.offload_gradients != "none":  # every microbatch's in the weights' type; the last one's is counted above
+        seconds += 2 * row.offloaded_bytes / link
+    if row.leaving_gradient_bytes:  # every microbatch's in the weights' type; the last one's is counted above
         seconds += (plan.microbatches - 1) * row.leaving_gradient_bytes * TYPE_BYTES[plan.precision] / 4 / link
     ring = (plan.replicas - 1) / plan.replicas
     if plan.zero_stage >= 2:
-        seconds += plan.microbatches * ring * row.gradient_bytes * plan.replicas / link
+        seconds += plan.microbatches * ring * (row.gradient_bytes + row.leaving_gradient_bytes) * plan.replicas / link
     else:
         seconds += 2 * ring * row.gradient_bytes / link
     if plan.zero_stage == 3:
         seconds += 2 * plan.microbatches * ring * row.weight_bytes * plan.replicas / link
     if plan.offload_parameters != "none":
-        seconds += 2 * plan.microbatches * row.host_bytes / link
+        seconds += 2 * plan.microbatches * row.offloaded_bytes / link
     return seconds
 
 

@@ -84,6 +84,17 @@ def roofline(costs: ModelCosts, card: PlanCard, next_card: PlanCard | None, prec
     return RankTimes(costs.rows, parts, _LATENCY_SECONDS + boundary / link, bandwidth, min(link, HOST_BYTES_PER_SECOND))
 
 
+def slowest(replicas: Sequence[RankTimes]) -> RankTimes:
+    """The times of a pipeline rank: an update waits for the slowest of its replicas, and what they exchange for the slowest link."""
+    longest = max(replicas, key=lambda times: sum(part.forward + part.backward for part in times.parts) + len(times.parts) * times.stage_seconds)
+    return replace(
+        longest,
+        transfer_seconds=max(times.transfer_seconds for times in replicas),
+        update_bytes_per_second=min(times.update_bytes_per_second for times in replicas),
+        host_bytes_per_second=min(times.host_bytes_per_second for times in replicas),
+    )
+
+
 def relative_times(costs: ModelCosts) -> RankTimes:
     """Where no rate is known (an uncalibrated CPU): proportional to the operations, so that ranks can be balanced, but in no unit."""
     parts = tuple(PartSeconds(float(part.forward_flops), float(part.backward_flops)) for part in costs.parts)

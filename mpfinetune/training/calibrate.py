@@ -16,13 +16,14 @@ from torch import Tensor
 
 from mpfinetune.config import RunConfig
 from mpfinetune.dist import DistContext, environment_int, init_distributed, launched_by_torchrun
+from mpfinetune.errors import ConfigError
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.stage import StageModule, StageSpan
 from mpfinetune.planning.micro_size import rows_to_measure
 from mpfinetune.planning.predict import update_bytes
 from mpfinetune.planning.tensor_bytes import learning_names, optimizer_bytes
-from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes
+from mpfinetune.planning.timing import HOST_BYTES_PER_SECOND, PartSeconds, RankTimes, slowest
 from mpfinetune.strategies.base import LossSum
 from mpfinetune.strategies.build import build_stage
 from mpfinetune.training.forecast import Forecast, write_calibration
@@ -43,7 +44,8 @@ def calibrate(forecast: Forecast, context: DistContext, on_stage: Callable[[Stag
     probe = _Probe(forecast, context, on_stage)
     own = probe.rank_times()
     gathered = context.gather_objects(own)
-    return [gathered[context.global_rank(rank, 0)] for rank in range(context.pipeline_ranks)]
+    groups = [[gathered[context.global_rank(rank, replica)] for replica in range(context.replicas)] for rank in range(context.pipeline_ranks)]
+    return [slowest(group) for group in groups]
 
 
 def calibrate_run(config: RunConfig) -> None:
@@ -52,6 +54,11 @@ def calibrate_run(config: RunConfig) -> None:
     Raises:
         UserError: whatever is wrong with config, model, map or processes.
     """
+    if config.partition.local_overlap:
+        raise ConfigError(
+            "partition.local_overlap: true given, whose devices one process drives, and --calibrate measures one device for each process, so its "
+            "times would not be used; leave out --calibrate, or set strategy: pipeline to measure each card with a process of its own"
+        )
     planned = plan_run(config, environment_int("WORLD_SIZE") if launched_by_torchrun() else None)
     context = init_distributed(config, planned.plan.pipeline_ranks)
     times = calibrate(planned.forecast, context)

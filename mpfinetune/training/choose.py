@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from mpfinetune.config import RunConfig, check_rules
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.planning.micro_size import rows_to_measure
 from mpfinetune.planning.partition import NothingFits
-from mpfinetune.planning.plan import Plan
+from mpfinetune.planning.plan import Plan, World
+from mpfinetune.planning.strategy import strategy_and_stages
 
 # Plans a config without anything left open, with memory and time.
 PlanOf = Callable[[RunConfig], Plan]
@@ -44,13 +45,17 @@ def leaves_open(config: RunConfig, has_cards: bool) -> bool:
     return wished or _strategy_is_open(config, has_cards) or _rows_are_open(config, has_cards)
 
 
-def choose(config: RunConfig, has_cards: bool, plan_of: PlanOf) -> tuple[RunConfig, Plan]:
+def choose(config: RunConfig, world: World, plan_of: PlanOf) -> tuple[RunConfig, Plan]:
     """The config with everything decided, and its plan, whose notes say why.
 
     Raises:
         ConfigError: nothing fits (with the missing bytes and the single change that comes closest), or every combination is refused.
     """
     refusals: list[ConfigError | LaunchError] = []
+    has_cards = bool(world.cards)
+    if config.strategy == "auto" and not _strategy_is_open(config, has_cards):
+        # Said now, since the rules on offload allow it for a named strategy only.
+        config = replace(config, strategy=cast(Any, strategy_and_stages(config, world)[0]))
     tried = [found for values in _combinations(config, has_cards) if (found := _try(config, values, plan_of, refusals)) is not None]
     fitting = [candidate for candidate in tried if candidate.plan is not None and not candidate.missing_bytes]
     if not fitting:

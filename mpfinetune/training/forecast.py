@@ -7,22 +7,24 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpfinetune.config import RunConfig
-from mpfinetune.errors import ModelError
+from mpfinetune.errors import ConfigError, ModelError
 from mpfinetune.models.costs import CostMeter
 from mpfinetune.models.facts import ModelFacts
+from mpfinetune.planning.hardware import cards_of_ranks
 from mpfinetune.planning.memory import card_memory
 from mpfinetune.planning.micro_size import rows_to_measure
 from mpfinetune.planning.plan import Plan, World, with_prediction
 from mpfinetune.planning.predict import Knowledge
 from mpfinetune.planning.schedule import Action
 from mpfinetune.planning.tensor_bytes import learning_names
-from mpfinetune.planning.timing import RankTimes, relative_times, roofline
+from mpfinetune.planning.timing import RankTimes, relative_times, roofline, slowest
 from mpfinetune.strategies.orders import schedule_orders
 from mpfinetune.training.memory import cost_meter
 
@@ -103,21 +105,21 @@ class Forecast:
             found.append(numbers.setdefault((replace(part, name=""), held), len(numbers)))
         return found
 
-    def times_of(self, rows: int, ranks: int) -> Sequence[RankTimes]:
+    def times_of(self, rows: int, ranks: int, replicas: int) -> Sequence[RankTimes]:
         """Measured times if there are any of this very run, else by the cards' figures, else in proportion to the operations."""
         measured = read_calibration(self.config, self.calibration_key(ranks))
         if measured is not None:
             return [times.for_rows(rows) for times in measured]
         costs = self.meter.measure(rows, self.config.data.max_length)
+        groups = cards_of_ranks(self.world.cards, replicas)[:ranks]
         found: list[RankTimes] = []
-        cards_a_rank = max(1, len(self.world.cards) // ranks)  # replicas of a rank are beside each other
-        for rank in range(ranks if len(self.world.cards) >= ranks else 0):
-            card = self.world.cards[rank * cards_a_rank]
-            following = self.world.cards[(rank + 1) * cards_a_rank] if rank + 1 < ranks else None
-            times = roofline(costs, card, following, self.config.precision)
-            if times is None:
+        for group, next_group in zip_longest(groups, groups[1:], fillvalue=()):
+            pairs = zip_longest(group, next_group[: len(group)])
+            times = [roofline(costs, card, following, self.config.precision) for card, following in pairs]
+            known = [of_card for of_card in times if of_card is not None]
+            if len(known) < len(times):
                 break
-            found.append(times)
+            found.append(slowest(known))
         return found if len(found) == ranks else [relative_times(costs)] * ranks
 
     def calibration_key(self, ranks: int) -> dict[str, Any]:
@@ -144,17 +146,30 @@ class Forecast:
 
 
 def read_calibration(config: RunConfig, key: dict[str, Any]) -> list[RankTimes] | None:
-    """The measured times of each pipeline rank from the run's folder, or None where there are none with this key."""
+    """The measured times of each pipeline rank from the run's folder, or None where there are none with this key.
+
+    Raises:
+        ConfigError: the file is not one that was written whole.
+    """
     path = Path(config.run_dir) / CALIBRATION_FILE
     if not path.is_file():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [RankTimes.from_json(times) for times in content["ranks"]] if content.get("key") == key else None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [RankTimes.from_json(times) for times in content["ranks"]] if content["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"run_dir: the measured times in '{path}' cannot be read ({type(error).__name__}: {error}); delete the file, and measure anew with "
+            "plan --calibrate if you want them"
+        ) from error
 
 
 def write_calibration(config: RunConfig, key: dict[str, Any], ranks: Sequence[RankTimes]) -> Path:
+    """Write the times whole or not at all: under another name first."""
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / CALIBRATION_FILE
-    path.write_text(json.dumps({"key": key, "ranks": [times.to_json() for times in ranks]}, indent=2) + "\n", encoding="utf-8")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps({"key": key, "ranks": [times.to_json() for times in ranks]}, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
     return path

@@ -17,6 +17,7 @@ from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.costs import CostMeter, CostQuestion
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.quantize import statistics_of
+from mpfinetune.planning.hardware import cards_of_ranks, smallest_card
 from mpfinetune.planning.memory import predict_memory
 from mpfinetune.planning.memory_plan import GIB, MIB, MemoryPlan
 from mpfinetune.planning.plan import Plan, World
@@ -75,8 +76,8 @@ def plan_with_memory(
     orders = {}
     if plan.strategy == "pipeline":
         orders = schedule_orders(plan.schedule, plan.pipeline_ranks, plan.stages_per_rank, plan.microbatches)
-    # Replicas of a rank are beside each other.
-    sizes = [card.memory_bytes for card in world.cards[:: plan.replicas]] if plan.device_type == "cuda" else []
+    groups = cards_of_ranks(world.cards, plan.replicas) if plan.device_type == "cuda" else []
+    sizes = [smallest_card(group).memory_bytes for group in groups]
     memory = predict_memory(config, facts, plan, world, costs, orders, sizes, host_total_bytes)
     return replace(plan, memory=memory, notes=(*notes, *_warnings(plan, memory)))
 
@@ -204,7 +205,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[f
         row = plan.ranks[rank // plan.replicas]
         cards = [card for card in memory.cards if card.rank == row.rank]
         found += [
-            Comparison(rank, "weights", row.weight_bytes + (row.host_bytes if plan.offload_parameters != "none" else 0), seen.weight_bytes),
+            Comparison(rank, "weights", row.weight_bytes + (row.offloaded_bytes if plan.offload_parameters != "none" else 0), seen.weight_bytes),
             Comparison(rank, "gradients", row.gradient_bytes, seen.gradient_bytes),
             Comparison(rank, "optimizer", row.optimizer_bytes, seen.optimizer_bytes),
         ]
@@ -214,7 +215,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[f
             resident = sum(card.peak.total_bytes for card in cards) + memory.host_pinned_bytes[row.rank] + memory.host_pageable_bytes[row.rank]
             found.append(Comparison(rank, "resident peak of the process", resident, seen.peak_bytes))
         if seen.offloaded_bytes:
-            found.append(Comparison(rank, "offloaded", row.host_bytes, seen.offloaded_bytes))
+            found.append(Comparison(rank, "offloaded", row.offloaded_bytes, seen.offloaded_bytes))
     settled = step_seconds[_WARM_UP_UPDATES:]
     if plan.prediction is not None and settled:
         # Predicted for rows at full length; shorter ones take less.

@@ -82,6 +82,19 @@ class PreparedRun:
         return math.ceil(round(self.config.train.epochs * self.train_loader().updates_per_epoch, 6))
 
 
+def refuse_run_dir_under_a_file(run_dir: str) -> None:
+    """Before anything is planned or started, since the run would fail when it first writes.
+
+    Raises:
+        ConfigError: the run's folder cannot be made.
+    """
+    path = Path(run_dir).absolute()
+    for taken in (path, *path.parents):
+        if taken.exists() and not taken.is_dir():
+            what = "is" if taken == path else f"lies under '{taken}', which is"
+            raise ConfigError(f"run_dir: '{run_dir}' {what} a file, but must be a folder, or one that can be made; name another")
+
+
 def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = False, for_hardware: bool = False) -> PlannedRun:
     """Facts and plan; ``world_size`` is None before the launch.
 
@@ -111,7 +124,7 @@ def plan_run(config: RunConfig, world_size: int | None, with_memory: bool = Fals
     has_cards = bool(world.cards)
     if leaves_open(config, has_cards):
         wished_rows = config.batch.micro_size
-        config, plan = choose(config, has_cards, lambda wanted: _planned(forecast_of(wanted), True, for_hardware))
+        config, plan = choose(config, world, lambda wanted: _planned(forecast_of(wanted), True, for_hardware))
         forecast = forecast_of(config)
         if wished_rows == "auto":  # the plan's rows are those with which probing begins
             config = replace(config, batch=replace(config.batch, micro_size=wished_rows))
@@ -134,14 +147,18 @@ def _planned(forecast: Forecast, with_memory: bool, for_hardware: bool) -> Plan:
 
 
 def _world(config: RunConfig, world_size: int | None, for_hardware: bool) -> World:
-    """The devices that are here; the cards of ``hardware`` stand for them where the config names some."""
-    wanted = cards_of(config)
+    """The devices that are here; ``for_hardware``, the cards of ``hardware`` stand for them where the config names some.
+
+    Over several hosts nothing is said of the cards: each rank sees its own host's only, and ranks that plan for other cards could disagree.
+    """
+    wanted = cards_of(config)  # a card that nobody knows is said by every command
     if for_hardware and wanted:
         return World("cuda", config.devices or len(wanted), None, None, min(card.memory_bytes for card in wanted), wanted)
     present = tuple(present_card(name, capability, size) for name, capability, size in visible_cards(config))
     here = processes_per_host() if world_size is not None else None
     smallest = min((card.memory_bytes for card in present), default=None)
-    return World(device_type(config), visible_devices(config), world_size, here, smallest, wanted or present)
+    several_hosts = here is not None and world_size is not None and here < world_size
+    return World(device_type(config), visible_devices(config), world_size, here, smallest, () if several_hosts else present)
 
 
 def _judged_cards(config: RunConfig, world: World, for_hardware: bool) -> list[Card]:

@@ -31,6 +31,7 @@ class Mistake:
     kind: str = "bert"
     make: Callable[[Workspace], Change] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    by: str = "train"  # the command that says it
 
 
 # --- files that are wrong ---------------------------------------------------------------------------------------------------------
@@ -127,6 +128,10 @@ MISTAKES: dict[str, Mistake] = {
     "wrong type": Mistake(("optimizer.lr: 'fast' given", "number"), {"optimizer.lr": "fast"}),
     "several at once": Mistake(("train.seeed", "batch.micro_size: 0"), {"train.seeed": 1, "batch.micro_size": 0}),
     "device without cards": Mistake(("device: cuda", "no CUDA card is visible"), {"device": "cuda"}, environment={"CUDA_VISIBLE_DEVICES": ""}),
+    "negative number in a map": Mistake(("partition.device_map", "0 or more"), {"partition": {"device_map": {"bert": 0, "classifier": -1}}}),
+    "folder that is a file": Mistake(("run_dir: '", "is a file", "name another"), {"run_dir": __file__}),
+    "folder of a plan that is a file": Mistake(("run_dir: '", "is a file", "name another"), {"run_dir": __file__}, by="plan"),
+    "folder under a file": Mistake(("run_dir: '", "lies under", "which is a file"), {"run_dir": f"{__file__}/run"}),
     # the split
     "more stages than blocks": Mistake(("partition.num_stages: 5", "4 blocks"), {**PIPELINE, "partition.num_stages": 5}),
     "map that leaves a block out": Mistake(("partition.stages", "bert.encoder.layer.2"), by_map("embed, 0-1", "3, head")),
@@ -142,6 +147,7 @@ MISTAKES: dict[str, Mistake] = {
     "card smaller than one block": Mistake(
         ("partition.rule", "no split over 2 cards fits", "lacks"),
         {**PIPELINE, "partition.rule": "time", "hardware": [{"gpu": "rtx3090", "memory_gib": 0.0001}, {"gpu": "rtx3090"}]},
+        by="plan",  # train uses the cards that are here
     ),
     # processes
     "world size that is no multiple": Mistake(
@@ -211,7 +217,7 @@ def test_a_mistake_ends_with_one_message(work: Workspace, name: str) -> None:
     config = work.config(mistake.kind, **{**mistake.changes, **made})
     before = sorted(work.folder.rglob("*"))
     began = time.monotonic()
-    outcome = command("train", config, environment=mistake.environment)
+    outcome = command(mistake.by, config, environment=mistake.environment)
     assert outcome.code == 2, outcome.text
     for fragment in mistake.fragments:
         assert fragment in outcome.text

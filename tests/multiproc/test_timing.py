@@ -52,5 +52,5 @@ def test_times_of_another_run_are_not_used(two_ranks: RankPool, tmp_path: Path) 
     # Another size of microbatch: seconds in proportion.
     config = config_of("llama", str(tmp_path), {})
     forecast, _ = forecast_of("llama", config)
-    halved = forecast.times_of(1, 2)
+    halved = forecast.times_of(1, 2, 1)
     assert [part.forward for part in halved[0].parts] == pytest.approx([part.forward / 2 for part in written[0].parts])

@@ -11,7 +11,9 @@ import pytest
 
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import ConfigError
-from mpfinetune.planning.plan import Plan
+from mpfinetune.planning.cards import CARDS
+from mpfinetune.planning.hardware import PlanCard
+from mpfinetune.planning.plan import Plan, World
 from mpfinetune.training.choose import changed, choose, leaves_open, missing_bytes
 from mpfinetune.training.prepare import plan_run
 from tests.families import tiny_config
@@ -25,6 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tiny_config("llama", vocab_size=32000, max_position_embeddings=1024, **SHAPE).save_pretrained(path)
     return path
+
+
+TWO_CARDS = World("cuda", 2, cards=(PlanCard("rtx3060", 12 * 2**30, CARDS["rtx3060"]),) * 2)
 
 
 def config_of(folder: Path, memory_gib: float, cards: int = 2, **changes: Any) -> RunConfig:
@@ -78,6 +83,39 @@ def test_strategy_by_time_where_the_cards_are_known(folder: Path) -> None:
     assert not leaves_open(config_of(folder, 12), has_cards=False)
 
 
+@pytest.mark.parametrize("partition", [{"num_stages": 2}, {"stages": ["embed, 0-1", "2-3, head"]}])
+def test_a_strategy_that_follows_from_the_map_offloads_like_the_same_strategy_named(folder: Path, partition: dict[str, Any]) -> None:
+    """It is not for the plan to choose, and the rules on offload want it named: every way to offload was refused unseen."""
+    wishes: dict[str, Any] = {"partition": partition, "offload": {"optimizer": "auto"}}
+    found = {}
+    for strategy in ("auto", "pipeline"):
+        config, plan = plan_of(config_of(folder, 2.3, strategy=strategy, **wishes))
+        assert missing_bytes(plan) == 0 and plan.strategy == "pipeline"
+        found[strategy] = (config.strategy, config.offload.optimizer, config.offload.gradients)
+    assert found["auto"] == found["pipeline"] == ("pipeline", "cpu", "none")
+
+
+def test_replicas_are_judged_by_the_smallest_and_the_slowest_of_their_cards(folder: Path) -> None:
+    """Every card of strategy zero holds and computes the same; the first card's memory and rates are not the others'."""
+    large, small = {"gpu": "rtx3090"}, {"gpu": "gtx1080ti", "memory_gib": 1.5}
+
+    def planned(hardware: list[dict[str, Any]], **changes: Any) -> Plan:
+        return plan_of(config_of(folder, 12, precision="fp16", hardware=hardware, **changes))[1]
+
+    zero: dict[str, Any] = {"strategy": "zero", "zero": {"stage": 1}}
+    mixed, slow, fast = (planned(cards, **zero) for cards in ([large, small], [small, small], [large, large]))
+    assert mixed.memory is not None and mixed.memory.cards[0].card_bytes == 1.5 * 2**30 and missing_bytes(mixed) == missing_bytes(slow) > 0
+    assert mixed.prediction is not None and slow.prediction is not None and fast.prediction is not None
+    assert mixed.prediction.step_seconds == slow.prediction.step_seconds > 1.5 * fast.prediction.step_seconds
+    chosen = planned([large, small])
+    assert missing_bytes(chosen) == 0 and (chosen.strategy, chosen.zero_stage) != ("zero", 1)
+    # A pipeline of two ranks with two replicas each: the second card of a pair is the one that decides.
+    pairs = planned(
+        [large, {**small, "memory_gib": 7}, large, {**small, "memory_gib": 9}], strategy="pipeline", partition={"num_stages": 2, "rule": "time"}
+    )
+    assert pairs.memory is not None and [card.card_bytes for card in pairs.memory.cards] == [7 * 2**30, 9 * 2**30]
+
+
 def test_nothing_fits(folder: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         plan_of(config_of(folder, 0.7, cards=1, strategy="zero", recompute="auto"))
@@ -98,7 +136,7 @@ def test_rows_of_a_microbatch(folder: Path) -> None:
         planned[config.batch.micro_size] = plan_of(config)[1]
         return planned[config.batch.micro_size]
 
-    config, plan = choose(given, True, plan_with)
+    config, plan = choose(given, TWO_CARDS, plan_with)
     fitting = {rows: other for rows, other in planned.items() if not missing_bytes(other)}
     assert set(planned) == {1, 2}, "4 rows would leave a rank without a microbatch"
     seconds = {rows: other.prediction.step_seconds for rows, other in fitting.items() if other.prediction is not None}

@@ -306,6 +306,11 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         GLUE,
+        {"partition.device_map": {"bert.embeddings": -1, "classifier": 0}},
+        "partition.device_map: {'bert.embeddings': -1, 'classifier': 0} given, must be a mapping to numbers of 0 or more",
+    ),
+    (
+        GLUE,
         {"strategy": "pipeline", "partition.device_map": {"model.layers.*": 0}},
         "partition.device_map: {'model.layers.*': 0} given, must be without globs unless strategy is local: a pipeline's "
         "stages are whole blocks in their order; name them block by block, write partition.stages, or set strategy: local",

@@ -9,7 +9,7 @@ import pytest
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts, inspect_model
-from mpfinetune.planning.plan import Plan, World, make_plan
+from mpfinetune.planning.plan import Plan, RankPlan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.training.forecast import Forecast
 from tests.families import tiny_config
@@ -81,6 +81,38 @@ def test_all_offloaded_the_host_holds_everything(facts: ModelFacts) -> None:
     assert (row.weight_bytes, row.optimizer_bytes, row.host_bytes) == (0, 0, 20 * count)
 
 
+@pytest.mark.parametrize(("stage", "on_card", "buffers"), [(1, 4, 2), (2, 0, 4), (3, 0, 4)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_from_stage_2_on_an_offloaded_optimizer_has_the_gradients_on_the_host(
+    facts: ModelFacts, stage: int, on_card: int, buffers: int, replicas: int
+) -> None:
+    """DeepSpeed moves each of them there as it comes; in stage 2 it adds them up in the weights' type, in stage 3 in fp32.
+
+    Stages 1 and 2 have the updated weights beside the masters, in their own type, on their way to the card.
+    """
+    changes: dict[str, Any] = {"strategy": "zero", "zero": {"stage": stage}, "offload": {"optimizer": "cpu"}, "precision": "bf16"}
+    row = plan(facts, World("cuda", replicas, replicas), **changes).ranks[0]
+    count = facts.numel(facts.parameters)
+    # masters, two moments and the masters' gradients are counted apart
+    assert row.gradient_bytes + row.leaving_gradient_bytes == 4 * count // (replicas if stage > 1 else 1)
+    assert (row.gradient_bytes, row.host_buffer_bytes, row.host_bytes) == (on_card * count, buffers * count // replicas, 16 * count // replicas)
+
+
+def test_what_is_on_the_disk_is_not_in_the_host_s_memory(facts: ModelFacts) -> None:
+    """But stages 1 and 2 keep in memory what is meant for the disk."""
+    count = facts.numel(facts.parameters)
+
+    def row(stage: int, optimizer: str, parameters: str = "none") -> RankPlan:
+        offload = {"optimizer": optimizer, "parameters": parameters, "nvme_path": "/x"}
+        return plan(facts, World("cuda", 1, 1), strategy="zero", zero={"stage": stage}, offload=offload).ranks[0]
+
+    found = {(stage, *where): row(stage, *where) for stage, *where in [(3, "nvme", "nvme"), (3, "cpu", "nvme"), (3, "nvme", "cpu"), (2, "nvme")]}
+    assert {way: (made.host_bytes // count, made.disk_bytes // count) for way, made in found.items()} == {
+        (3, "nvme", "nvme"): (0, 20), (3, "cpu", "nvme"): (16, 4), (3, "nvme", "cpu"): (4, 16), (2, "nvme"): (16, 0),
+    }  # fmt: skip
+    assert found[3, "nvme", "nvme"].offloaded_bytes == 20 * count
+
+
 def test_offload_that_was_asked_for_stays(facts: ModelFacts) -> None:
     assert engine(plan(facts, ONE_CARD, offload={"optimizer": "cpu"})) == ("zero", 2, "cpu", "none")
 
@@ -94,6 +126,17 @@ def test_an_explicit_map_for_two_falls_back_too_and_auto_with_it(facts: ModelFac
 def test_what_the_engine_does_not_know_goes_on_with_local(facts: ModelFacts, changes: dict[str, Any]) -> None:
     made = plan(facts, ONE_CARD, **changes)
     assert engine(made) == ("local", 0, "none", "none") and "strategy local" in made.notes[0]
+
+
+def test_a_pipeline_s_map_is_no_map_of_devices_on_the_one_card(facts: ModelFacts) -> None:
+    """All is on that card; read as a map of devices it would name one that is not there."""
+    stages = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 0, "model.layers.2": 1, "model.layers.3": 1, "model.norm": 1}
+    partition = {"device_map": {**stages, "lm_head": 1, "model.rotary_emb": 0}}
+    for strategy in ("auto", "pipeline"):
+        made = plan(facts, ONE_CARD, strategy=strategy, partition=partition, optimizer={"name": "sgd"})
+        assert engine(made) == ("local", 0, "none", "none") and made.placement is None and made.num_stages == 1
+    with pytest.raises(ConfigError, match="is given device 1, but the run uses 1 device"):
+        plan(facts, ONE_CARD, strategy="local", partition=partition)
 
 
 def test_fallback_never_names_the_command(facts: ModelFacts) -> None:

@@ -19,7 +19,9 @@ from mpfinetune.models.fake_kernels import CudaAttention
 from mpfinetune.models.fake_run import Ledger
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.activations import stage_cost, step_peak
-from mpfinetune.planning.memory import predict_memory
+from mpfinetune.planning.engines import engine_lines
+from mpfinetune.planning.host_memory import rounded_up
+from mpfinetune.planning.memory import _stage_cost, predict_memory
 from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan, host_line, memory_rows
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.planning.predict import StepPrediction
@@ -203,6 +205,27 @@ def test_phases_tell_when_each_card_is_fullest() -> None:
     assert bf16.phase("first step").optimizer_bytes == 2 * bf16.phase("load").weight_bytes  # the masters are there from the start
 
 
+@pytest.mark.parametrize("changes", [{}, {"schedule": "zbv"}, {"strategy": "pipeline", "offload": {"optimizer": "cpu", "gradients": "cpu"}}])
+def test_a_step_ends_with_the_gradients_of_all_that_a_card_holds_the_tied_head_among_them(changes: dict[str, Any]) -> None:
+    """The last stage knows the matrix by the head's name; where both ends are on one card its gradient is counted once."""
+    config, facts = config_of(**changes), facts_of("gpt2")
+    plan = planned(family="gpt2", **changes)
+    ends = facts.parameters["transformer.wte.weight"].numel * 4
+    for row in plan.ranks:
+        costs = [_stage_cost(config, facts, plan, costs_of("gpt2"), stage, row.stages) for stage in row.stages]
+        assert sum(part.gradient_bytes for cost in costs for part in cost.parts) == row.gradient_bytes
+        ended = [cost for cost, stage in zip(costs, row.stages, strict=True) if plan.spans[stage].has_epilogue]
+        assert all(cost.parts[-1].gradient_bytes >= ends for cost in ended)
+    assert memory_of(plan).cards[-1].phase("step").gradient_bytes == plan.ranks[-1].gradient_bytes
+
+
+def test_what_every_stage_holds_is_among_each_stage_s_gradients() -> None:
+    config, facts, plan = config_of(model={"path": "x", "task": task_of("mpnet")}, data={"task": "mrpc"}), facts_of("mpnet"), planned(family="mpnet")
+    for row in plan.ranks:
+        cost = _stage_cost(config, facts, plan, costs_of("mpnet"), row.rank, row.stages)
+        assert sum(part.gradient_bytes for part in cost.parts) == row.gradient_bytes
+
+
 def test_recompute_and_fewer_rows_take_less() -> None:
     def activations(**changes: Any) -> int:
         return memory_of(planned(**changes)).cards[0].phase("step").activation_bytes
@@ -215,10 +238,81 @@ def test_offloaded_states_are_the_hosts() -> None:
     changes: dict[str, Any] = {"strategy": "pipeline", "offload": {"optimizer": "cpu"}}
     plain, plan = memory_of(planned()), planned(**changes)
     assert memory_of(plan).cards[0].phase("update").optimizer_bytes == 0
-    assert memory_of(plan).host_pageable_bytes[0] - plain.host_pageable_bytes[0] == plan.ranks[0].host_bytes > 0
+    row, card = plan.ranks[0], memory_of(plan).cards[0]
+    learning = row.gradient_bytes // 4
+    # masters, their gradients, two moments; the updated weights; a checkpoint's weights and moments, where the passes leave no room for them
+    saving = max(0, card.phase("save").total_bytes + 12 * learning - card.peak.total_bytes)
+    assert memory_of(plan).host_pageable_bytes[0] - plain.host_pageable_bytes[0] == (16 + 4) * learning + saving > row.host_bytes > 0
     on_cards = planned(World("cuda", 2), precision="bf16", **changes)
-    assert memory_of(on_cards).host_pinned_bytes[0] >= on_cards.ranks[0].host_bytes > 0
-    assert memory_of(on_cards).cards[0].context_bytes == 450 * MIB
+    learning = on_cards.ranks[0].gradient_bytes // 4
+    rounding = 2 * (rounded_up(4 * learning) - 4 * learning) + rounded_up(2 * learning) - 2 * learning
+    largest = max(part.numel for part in facts_of("llama").parameters.values())
+    assert memory_of(on_cards).host_pinned_bytes[0] == (16 + 2) * learning + 2 * largest + rounding
+    assert memory_of(on_cards).host_pageable_bytes[0] == 2 * GIB + 6 * largest + 12 * learning
+    card = memory_of(on_cards).cards[0]
+    assert card.context_bytes == 450 * MIB
+    assert card.phase("load").total_bytes == 2 * on_cards.ranks[0].weight_bytes  # the engine copies them once while it is built
+
+
+@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (2**20, 2**20), (2**20 + 1, 2**21), (3 * GIB, 4 * GIB)])
+def test_pinned_memory_is_taken_in_powers_of_two(size: int, taken: int) -> None:
+    assert rounded_up(size) == taken
+
+
+def test_stage_2_pins_each_parameter_s_sum_and_one_replica_of_a_rank_writes() -> None:
+    world = World("cuda", 2, 2)
+    plan = planned(world, strategy="zero", zero={"stage": 2}, offload={"optimizer": "cpu"}, precision="bf16")
+    sizes = [part.numel for part in facts_of("llama").parameters.values()]
+    count, largest = sum(sizes), max(sizes)
+    own = count // 2
+    pinned_alone = (4 * own, 4 * own, 2 * own, *(2 * size for size in sizes))
+    expected = (16 + 2 + 2) * own + 2 * largest + sum(rounded_up(size) - size for size in pinned_alone)
+    assert memory_of(plan).host_pinned_bytes == (expected,)
+    assert memory_of(plan).fullest_host_bytes == 2 * (expected + 2 * GIB + 6 * largest) + 12 * count
+
+
+def test_without_an_engine_a_card_s_checkpoint_passes_through_the_host_one_file_at_a_time() -> None:
+    plan = planned(World("cuda", 4), partition={"num_stages": 2}, precision="bf16", optimizer={"name": "adamw"})
+    sgd = planned(World("cuda", 4), partition={"num_stages": 2}, precision="bf16", optimizer={"name": "sgd"})
+    largest = max(part.numel for part in facts_of("llama").parameters.values())
+    process = 2 * GIB + 6 * largest
+    moments, weights = ([width * row.gradient_bytes // 4 for row in plan.ranks] for width in (8, 4))
+    assert plan.replicas == 2 and memory_of(plan).host_pageable_bytes == tuple(process + size for size in moments)
+    assert memory_of(plan).fullest_host_bytes == 4 * process + sum(moments)
+    assert memory_of(sgd).fullest_host_bytes == 4 * process + sum(weights)
+
+
+def test_inputs_that_recompute_offloads_are_those_of_the_schedule_s_microbatches() -> None:
+    """GPipe has all of them in flight, 1F1B on the last rank one."""
+    hidden = ROWS * TOKENS * facts_of("llama").hidden_size * 4
+    for schedule, counts in (("gpipe", (4, 4)), ("1f1b", (2, 1))):
+        plan, plain = (memory_of(planned(schedule=schedule, recompute=recompute)) for recompute in ("offload", "full"))
+        assert tuple(dict(card.in_flight)[card.rank] for card in plan.cards) == counts
+        moved = [with_offload - without for with_offload, without in zip(plan.host_pageable_bytes, plain.host_pageable_bytes, strict=True)]
+        assert moved == [2 * hidden * count for count in counts]  # two blocks a rank
+
+
+def test_what_the_host_adds_up_is_on_no_card() -> None:
+    changes: dict[str, Any] = {"strategy": "zero", "zero": {"stage": 2}}
+    plan = planned(World("cuda", 1, 1), **changes, offload={"optimizer": "cpu"})
+    assert all(phase.gradient_bytes == 0 for phase in memory_of(plan).cards[0].phases)
+    kept = memory_of(planned(World("cuda", 1, 1), **changes)).cards[0].phase("step")
+    assert 2 * kept.gradient_bytes == plan.ranks[0].host_buffer_bytes > 0  # the sums and the updated weights, here both in fp32
+    assert memory_of(plan).host_pinned_bytes[0] >= plan.ranks[0].host_bytes + plan.ranks[0].host_buffer_bytes
+
+
+def test_a_disk_s_bytes_are_not_counted_as_the_host_s_memory() -> None:
+    """A run larger than the host's memory was refused, though it had a disk for it."""
+    on_host, on_disk = (
+        planned(World("cuda", 1, 1), strategy="zero", zero={"stage": 3}, offload={"optimizer": where, "parameters": where, "nvme_path": "/x"})
+        for where in ("cpu", "nvme")
+    )
+    moved = on_host.ranks[0].host_bytes
+    assert (on_disk.ranks[0].disk_bytes, on_disk.ranks[0].host_bytes) == (moved, 0)
+    own = 4 * facts_of("llama").numel(facts_of("llama").parameters)
+    rounding = rounded_up(own) - own  # of the masters' gradient
+    assert memory_of(on_host).fullest_host_bytes - memory_of(on_disk).fullest_host_bytes == moved + rounding > moved > 0
+    assert all(f"({moved / MIB:.1f} MiB over one replica's ranks)" in engine_lines(plan)[0] for plan in (on_host, on_disk))
 
 
 def test_what_cannot_fit_is_refused_with_the_keys_to_change() -> None:
