@@ -7,6 +7,7 @@ tensors live. A new strategy is one module here and one row in ``build.STRATEGIE
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from mpfinetune.strategies.update import Update, zero_gradient
 LossSum = Callable[[Tensor, Tensor], Tensor]
 # Called with each microbatch's (logits, labels) where the logits are.
 Observer = Callable[[Tensor, Tensor], None]
+_LOADING_BYTES = 256 * 2**20  # of a checkpoint at a time
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,17 @@ class Strategy(ABC):
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters().items()}
 
     def loading_groups(self) -> list[list[str]]:
-        """The names in the groups in which a checkpoint is read."""
-        return [list(self.named_parameters())]
+        """The names in the groups in which a checkpoint is read, so that no rank holds its weights and states twice on the way."""
+        groups: list[list[str]] = [[]]
+        size = 0
+        for name, shape in self.parameter_shapes().items():
+            own = 12 * math.prod(shape)  # an fp32 weight and two moments
+            if groups[-1] and size + own > _LOADING_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += own
+        return groups
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:

@@ -235,7 +235,7 @@ class DeepSpeedUpdate:
             parameter.grad = None
 
     def weight_tensors(self) -> dict[str, Tensor]:
-        """Every weight of this rank, whole and in full precision, on the CPU of the first replica; the others help to gather them.
+        """The weights of this rank that learn, and what stage 3 has in parts, whole and in full precision, on the CPU of the first replica.
 
         What is whole on the host already is no copy: the next update changes it.
         """
@@ -328,10 +328,10 @@ class DeepSpeedUpdate:
                 yield name, whole.detach().to("cpu").reshape(whole_shape(parameter))
         if key is None:
             for name, parameter in self._parameters.items():
-                if not parameter.requires_grad:
+                if not parameter.requires_grad and hasattr(parameter, "ds_id"):  # stage 3 has parts of what does not learn, too
                     with gathered(parameter):
                         if self.strategy.context.replica == 0:
-                            yield name, parameter.detach().to("cpu", copy=hasattr(parameter, "ds_id"))
+                            yield name, parameter.detach().to("cpu", copy=True)
 
     def _undivided(self, parameter: nn.Parameter, key: str | None) -> Tensor | None:
         """The engine's own tensor, [numel], where one replica holds it whole, as with offload on two cards: gathering would copy all of it."""

@@ -5,7 +5,6 @@ With one process it is the way to train on one card what does not fit there: sta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,20 +54,6 @@ class ZeroStrategy(Strategy):
     def survives_out_of_memory(self) -> bool:
         """Stages 2 and 3 exchange in the passes themselves, where a rank that has broken off cannot take part; stage 1 only at the update."""
         return self.context.replicas == 1 or self.plan.zero_stage == 1
-
-    def loading_groups(self) -> list[list[str]]:
-        """A checkpoint is read a part at a time: no rank may hold the whole model and its states on the way."""
-        if self.plan.zero_stage < 3:
-            return super().loading_groups()
-        groups: list[list[str]] = [[]]
-        size = 0
-        for name, shape in self.parameter_shapes().items():
-            size += 12 * math.prod(shape)
-            if groups[-1] and size > _PART_BYTES:
-                groups.append([])
-                size = 12 * math.prod(shape)
-            groups[-1].append(name)
-        return groups
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: whole_shape(parameter) for name, parameter in self.named_parameters().items()}

@@ -106,7 +106,7 @@ class NamedOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self._copy_masters_back()
+        self._copy_masters_back(self.masters.keys())
         if self.eight_bit and not self._states_are_checked:
             self._check_state_types()
             self._states_are_checked = True
@@ -134,8 +134,8 @@ class NamedOptimizer:
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     @torch.no_grad()
-    def _copy_masters_back(self) -> None:
-        narrow = [name for name, master in self.masters.items() if master is not self.parameters[name]]
+    def _copy_masters_back(self, names: Collection[str]) -> None:
+        narrow = [name for name, master in self.masters.items() if name in names and master is not self.parameters[name]]
         if narrow:
             torch._foreach_copy_([self.parameters[name] for name in narrow], [self.masters[name] for name in narrow])
 
@@ -163,7 +163,7 @@ class NamedOptimizer:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
-        """Put back what ``weight_tensors`` and ``state_tensors`` gave, for the names of this rank.
+        """Put back what ``weight_tensors`` and ``state_tensors`` gave, for the names of this rank in ``weights``.
 
         Raises:
             CheckpointError: 8-bit states that are of another type or shape than this run's.
@@ -173,13 +173,15 @@ class NamedOptimizer:
             name, _, state = key.rpartition("/")
             by_name.setdefault(name, {})[state] = value
         for name, master in self.masters.items():
+            if name not in weights:
+                continue
             master.copy_(weights[name])
             found = by_name.get(name)
             if found and self.eight_bit:
                 self._load_eight_bit(name, found)
             elif found and self.optimizer is not None:
                 self.optimizer.state[master] = {key: self._placed(value, master) for key, value in found.items()}
-        self._copy_masters_back()
+        self._copy_masters_back(weights.keys())
 
     def _load_eight_bit(self, name: str, found: dict[str, Tensor]) -> None:
         """Into buffers that bitsandbytes itself has made: its paged ones are no ordinary tensors, and native code expects them."""

@@ -76,7 +76,7 @@ def test_a_run_goes_on_under_other_strategies(two_ranks: RankPool, tmp_path: Pat
 def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path, target: dict[str, Any]) -> None:
     first = train(Problem("gpt2"), LOCAL, updates=(0, 1), save=str(tmp_path))
     arguments = {"problem": Problem("gpt2"), "changes": target, "updates": (1, None), "resume": str(tmp_path / "step-00000001")}
-    results = two_ranks.run(CASE, arguments, LIMIT_SECONDS)
+    results = two_ranks.run("tests.multiproc.training_cases:train_from_small_groups", arguments, LIMIT_SECONDS)
     assert first["losses"] + results[0]["losses"] == pytest.approx(reference("gpt2")["losses"], abs=TOLERANCE)
     for name, value in reference("gpt2")["parameters"].items():
         torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)

@@ -29,6 +29,7 @@ from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.load import stream_seed
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import World, make_plan
+from mpfinetune.strategies import base as strategy_base
 from mpfinetune.strategies import pipeline, zero
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.build import build_stage, build_strategy
@@ -279,6 +280,12 @@ def error_of_a_forgotten_parameter(**arguments: Any) -> str:
         except ModelError as error:
             return str(error)
     return "nothing"
+
+
+def train_from_small_groups(**arguments: Any) -> dict[str, Any]:
+    """As ``train``, but a checkpoint is read one parameter at a time."""
+    with mock.patch.object(strategy_base, "_LOADING_BYTES", 1):
+        return train(**arguments)
 
 
 def train_with_small_cache(**arguments: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,6 +30,8 @@ from mpfinetune.training.checkpoint import (
     restore,
     save_checkpoint,
 )
+from tests.multiproc.layouts import LOCAL
+from tests.multiproc.training_cases import Problem, train, train_from_small_groups
 
 ALONE = DistContext(0, 1, torch.device("cpu"))
 
@@ -204,3 +207,13 @@ def test_a_file_that_is_broken_inside_is_named(tmp_path: Path) -> None:
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     with pytest.raises(CheckpointError, match=r"weights-00000-of-00001\.safetensors cannot be read"):
         restore(saved, {"a.weight": (6,)})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_read_one_parameter_at_a_time_is_the_same(tmp_path: Path, precision: str) -> None:
+    problem = Problem("gpt2", precision=precision)
+    train(problem, LOCAL, updates=(0, 1), save=str(tmp_path))
+    arguments: dict[str, Any] = {"problem": problem, "changes": LOCAL, "updates": (1, None), "resume": str(tmp_path / "step-00000001")}
+    at_once, one_by_one = train(**arguments), train_from_small_groups(**arguments)
+    assert at_once["losses"] == one_by_one["losses"]
+    assert all(torch.equal(value, one_by_one["parameters"][name]) for name, value in at_once["parameters"].items())
