@@ -102,8 +102,8 @@ class DataConfig:
 class PartitionConfig:
     rule: PartitionRule | None = option(
         None,
-        "`manual`: as stages or device_map say; `uniform`: equal numbers of blocks; `parameters`: equal numbers of parameters, with embedding "
-        "and head, whatever bytes each has. Default: manual where a map is given, else parameters.",
+        "`manual`: as stages or device_map say; `uniform`: equal numbers of blocks; `parameters`: equal bytes, embedding and head counted. "
+        "Default: manual where a map is given, else parameters.",
     )
     num_stages: int | None = option(
         None, "Number of stages for uniform and parameters. Default: one per visible device, at least 2 for the pipeline strategy."
