@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 @dataclass(frozen=True)
 class SplitJudge:
-    """What the rules that look at time and memory ask; found only if one does."""
+    """What the rules ask that look at bytes and time; found only if one does."""
 
     stopwatch: Callable[[], Stopwatch]
     layout: Layout
@@ -32,10 +32,11 @@ class SplitJudge:
     budgets: tuple[int, ...] | None  # bytes of each stage's card; None: not known, or a card holds several stages
     card_names: tuple[str, ...] = ()
     kinds: tuple[int, ...] = ()  # equal numbers for blocks that cost the same
+    weight_bytes: Callable[[Iterable[str]], int] | None = None  # of parameters by name, as the run holds them; None: all are of one type
 
 
 def partition(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None = None) -> tuple[StageSpan, ...]:
-    """Cut the model into ``num_stages`` spans by the rule of ``wish``; ``judge`` is for the rules time and memory.
+    """Cut the model into ``num_stages`` spans by the rule of ``wish``; ``judge`` is for the rules that look at bytes and time.
 
     Raises:
         ConfigError: the model cannot be cut, there are more stages than blocks, or a map is wrong; every problem of a map is listed.
@@ -77,11 +78,12 @@ def uniform(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: Sp
 
 
 def by_parameters(wish: PartitionConfig, facts: ModelFacts, num_stages: int, judge: SplitJudge | None) -> tuple[StageSpan, ...]:
-    """The split whose largest stage has the fewest parameters; embedding and head are counted, every stage has a block."""
-    costs = [facts.numel(facts.names_of("block", index)) for index in range(facts.num_blocks)]
+    """The split whose largest stage has the fewest bytes of weights; embedding and head are counted, every stage has a block."""
+    weigh = facts.numel if judge is None or judge.weight_bytes is None else judge.weight_bytes
+    costs = [weigh(facts.names_of("block", index)) for index in range(facts.num_blocks)]
     # A tied head is a second copy on the last stage, so it weighs there too.
-    costs[0] += sum(facts.parameters[name].numel for name in facts.names_of("prologue"))
-    costs[-1] += sum(facts.parameters[name].numel for name in facts.names_of("epilogue"))
+    costs[0] += weigh(facts.names_of("prologue"))
+    costs[-1] += weigh(facts.names_of("epilogue"))
     sizes = best_split(len(costs), num_stages, lambda stage, start, stop: sum(costs[start:stop]))
     assert sizes is not None  # every cut is allowed
     return spans_from_sizes(sizes)

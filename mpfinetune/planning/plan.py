@@ -277,6 +277,7 @@ def _judge(
         budgets=tuple(budgets) if len(budgets) == draft.num_stages and draft.stages_per_rank == 1 else None,
         card_names=tuple(card.name for card in smallest),
         kinds=tuple(knowledge.block_kinds()) if effective_rule(config.partition) in ("time", "memory") else (),
+        weight_bytes=lambda names: weight_bytes(config, facts, {facts.canonical_name(name) for name in names}),
     )
 
 

@@ -10,9 +10,11 @@ import pytest
 
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import ConfigError, LaunchError
+from mpfinetune.models.adapters import facts_with_adapters
 from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.stage import StageSpan
 from mpfinetune.planning.plan import Plan, World, describe_span, launch_command, make_plan, plan_rows
+from mpfinetune.training.forecast import Forecast
 from tests.families import task_of, tiny_config
 from tests.multiproc import training_cases
 
@@ -269,3 +271,21 @@ def test_adapters_beside_a_head_in_bf16_are_not_given_to_an_engine() -> None:
         make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2))
     config = training_cases.run_config(problem, **{**changes, "precision": "fp32"})
     assert make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2)).offload_optimizer == "cpu"
+
+
+@pytest.mark.parametrize(("changes", "blocks_beside_the_embedding"), [({}, 2), ({"quantize": "nf4", "adapter": {"type": "lora", "rank": 2}}, 1)])
+def test_parameters_balances_the_bytes_that_the_run_holds(changes: dict[str, Any], blocks_beside_the_embedding: int) -> None:
+    """A quantised block weighs an eighth of what it did, the embedding all of it."""
+    hf_config = tiny_config("llama", vocab_size=2000, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    base = inspect_model(hf_config, "sequence_classification")
+
+    def cut(**partition: Any) -> Plan:
+        model, data = {"path": "x", "task": "sequence_classification"}, {"task": "mrpc", "path": "x"}
+        config = config_of(model=model, data=data, strategy="pipeline", partition=partition, **changes)
+        facts, world = facts_with_adapters(base, config.adapter), World("cpu", 2, 2)
+        return make_plan(config, facts, world, Forecast(config, hf_config, facts, world, 2).knowledge())
+
+    by_rule = cut(rule="parameters", num_stages=2)
+    by_hand = [cut(stages=[f"embed, 0-{last}", f"{last + 1}-7, head"]) for last in range(7)]
+    fullest = [max(row.weight_bytes for row in plan.ranks) for plan in (by_rule, *by_hand)]
+    assert fullest[0] == min(fullest) and by_rule.spans[0].stop == blocks_beside_the_embedding
