@@ -132,13 +132,6 @@ RULES: tuple[Rule, ...] = (
         instead="leave out one of the two",
     ),
     Rule(
-        "partition.stages",
-        lambda c: len(c.partition.stages) < 2 or c.strategy != "local" or c.partition.local_overlap,
-        "of one entry for strategy: local without partition.local_overlap",
-        why="one device would hold all stages",
-        instead="set partition.local_overlap: true (a device each), write partition.device_map (several devices, one at a time), or leave it out",
-    ),
-    Rule(
         "partition.rule",
         lambda c: c.partition.rule != "manual" or bool(c.partition.stages or c.partition.device_map),
         "manual only together with partition.stages or partition.device_map",

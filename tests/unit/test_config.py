@@ -53,12 +53,6 @@ def warnings_are_errors() -> Any:
 # --- valid configs ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stages", "overlap"), [(["embed, 0-2", "3-5, head"], True), (["embed, 0-5, head"], False), ([], False)])
-def test_stages_in_one_process_are_taken_where_they_decide(stages: list[str], overlap: bool) -> None:
-    config = config_from_dict(with_values(GLUE, {"strategy": "local", "partition.stages": stages, "partition.local_overlap": overlap}))
-    assert config.partition.stages == stages
-
-
 @pytest.mark.parametrize("given", [GLUE, CAUSAL], ids=["glue", "causal_lm"])
 def test_small_config_resolves_with_defaults(given: dict[str, Any]) -> None:
     config = config_from_dict(given)
@@ -284,13 +278,6 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"partition.stages": ["embed", "head"], "partition.device_map": {"model": 0}},
         "partition.stages: ['embed', 'head'] given, must be empty where partition.device_map is given: there would be two "
         "maps; leave out one of the two",
-    ),
-    (
-        GLUE,
-        {"strategy": "local", "partition.stages": ["embed, 0-2", "3-5, head"]},
-        "partition.stages: ['embed, 0-2', '3-5, head'] given, must be of one entry for strategy: local without "
-        "partition.local_overlap: one device would hold all stages; set partition.local_overlap: true (a device each), write "
-        "partition.device_map (several devices, one at a time), or leave it out",
     ),
     (
         GLUE,
