@@ -49,11 +49,22 @@ def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: 
     elif strategy == "pipeline" and config.offload.optimizer != "none":
         choice = EngineChoice("pipeline", 1, config.offload.optimizer, offload_gradients=config.offload.gradients)
     else:
-        choice = EngineChoice(strategy)
+        choice = EngineChoice(strategy, notes=_unused_stages(config))
     _check(choice, config, world)
     if choice.zero_stage and config.adapter.type != "none" and config.precision != "fp32":
         _check_all_learn_in_fp32(config, facts)
     return choice
+
+
+def _unused_stages(config: RunConfig) -> tuple[str, ...]:
+    """Said where a config for a pipeline runs whole, as the reference of its split."""
+    stages = len(config.partition.stages) or config.partition.num_stages or 1
+    if config.strategy != "local" or config.partition.local_overlap or stages == 1:
+        return ()
+    return (
+        f"partition: the {stages} stages are not used: strategy local holds the whole model on one device. For several devices set "
+        "partition.local_overlap: true (a stage each), write partition.device_map, or take strategy: pipeline",
+    )
 
 
 def _check_all_learn_in_fp32(config: RunConfig, facts: ModelFacts) -> None:

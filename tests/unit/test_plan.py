@@ -289,3 +289,12 @@ def test_parameters_balances_the_bytes_that_the_run_holds(changes: dict[str, Any
     by_hand = [cut(stages=[f"embed, 0-{last}", f"{last + 1}-7, head"]) for last in range(7)]
     fullest = [max(row.weight_bytes for row in plan.ranks) for plan in (by_rule, *by_hand)]
     assert fullest[0] == min(fullest) and by_rule.spans[0].stop == blocks_beside_the_embedding
+
+
+@pytest.mark.parametrize(
+    "partition", [{"stages": ["embed, 0-1", "2-3, head"]}, {"num_stages": 2}, {"num_stages": 1}, {"num_stages": 2, "local_overlap": True}]
+)
+def test_stages_that_one_process_does_not_use_are_said(partition: dict[str, Any]) -> None:
+    plan = plan_of(World("cpu", 2), strategy="local", partition=partition)
+    unused = len(plan.spans) == 1 and partition != {"num_stages": 1}
+    assert [note.startswith("partition: the 2 stages are not used") for note in plan.notes] == [True] * unused
