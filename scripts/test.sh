@@ -24,6 +24,10 @@ if [[ "$marks" == "not gpu" ]]; then
     "$PY" scripts/get_smollm2.py || echo "note: no SmolLM2 weights; the tests that need them are skipped"
 fi
 
+# DeepSpeed's CPUAdam, which tests of offload need: compiled once, by one core, while ruff and mypy use the other. If it fails, those tests say why.
+"$PY" -c 'from mpfinetune.strategies.deepspeed_ops import prepare_ops; prepare_ops("cpu", "none", "cpu", print)' &
+build=$!
+
 # All three are run, so that one failure does not hide the next; pytest comes last.
 failed=()
 echo "== ruff"
@@ -34,6 +38,7 @@ echo "== pytest (-m \"$marks\")"
 if ((${#failed[@]})); then
     echo "note: failed already: ${failed[*]} (see above)"
 fi
+wait "$build" || echo "note: CPUAdam could not be built (see above)"
 status=0
 # Tests must not wait for a model hub: what they need is made, bundled or fetched above.
 HF_HUB_OFFLINE=1 "$PY" -m pytest -m "$marks" ${pytest_arguments[@]+"${pytest_arguments[@]}"} || status=$?
