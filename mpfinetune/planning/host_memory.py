@@ -80,12 +80,11 @@ def _saved_at_once(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPl
     weights = 4 * sum(_learning_elements(config, facts, plan, row))
     if plan.zero_stage == 3:  # whole: fp32 weights, both moments, and what does not learn, all gathered before the first file is written
         return 3 * weights + weight_bytes(config, facts, _held_names(facts, plan, row) - learning_names(config, facts))
-    if plan.zero_stage and plan.replicas > 1:
+    on_host = plan.device_type == "cpu" or plan.offload_optimizer != "none"
+    if plan.zero_stage and (plan.replicas > 1 or not on_host):
         return 3 * weights
-    if plan.device_type == "cpu" or plan.offload_optimizer != "none":  # written from where they are
+    if on_host:  # written from where they are
         return 0
-    if plan.zero_stage:
-        return 3 * weights
     return max(weights, row.optimizer_bytes - row.master_bytes)  # one file's tensors after the other's
 
 

@@ -129,8 +129,8 @@ class DeepSpeedUpdate:
             # They would count backward passes and move gradients away under the pipeline's runtime.
             for hook in self.zero._grad_acc_hooks:
                 hook.remove()
-        staying = [name for name in self._learning if not self._leaves_at_once(name)]
-        self._on_host = HostGradients(self.zero, self._learning, staying) if len(staying) < len(self._learning) else None
+        leaving = {name: parameter for name, parameter in self._learning.items() if self._leaves_at_once(name)}
+        self._on_host = HostGradients(self.zero, leaving) if leaving else None
 
     def _leaves_at_once(self, name: str) -> bool:
         """Whether each microbatch's gradient goes to the host by itself; that of a shared parameter waits to be summed over its copies."""
@@ -301,7 +301,7 @@ class DeepSpeedUpdate:
 
     def _hand_over_gradients(self) -> None:
         """From ``.grad`` to where the engine looks at the boundary; what got no gradient has zeros, or it would reuse its last norm."""
-        held = [parameter for name, parameter in self._learning.items() if self._on_host is None or name not in self._on_host]
+        held = [parameter for name, parameter in self._learning.items() if not self._leaves_at_once(name)]
         parameters = [*held, *self._placeholders]
         for parameter in parameters:
             if parameter.grad is None:

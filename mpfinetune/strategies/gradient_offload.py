@@ -7,7 +7,7 @@ engine's gradient of its flat master, which is in host memory in any case. The c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,22 +20,17 @@ class HostGradients:
 
     Args:
         zero: DeepSpeed's optimizer of stage 1 with its states on the host, of one replica (so that its flat partitions are whole).
-        learning: {name: parameter} of those that learn.
-        staying: names of those whose gradients stay on the card until the update, since other ranks hold copies of them.
+        parameters: {name: parameter} of those whose gradients leave the card.
     """
 
-    def __init__(self, zero: Any, learning: Mapping[str, nn.Parameter], staying: Iterable[str]) -> None:
+    def __init__(self, zero: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self._zero = zero
-        kept = set(staying)
-        self._parameters = {name: parameter for name, parameter in learning.items() if name not in kept}
+        self._parameters = dict(parameters)
         self._sums = {name: self._place_of(parameter) for name, parameter in self._parameters.items()}
         self._begun: set[str] = set()
         self._staging: dict[torch.dtype, Tensor] = {}
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._take, name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parameters
 
     def hand_over(self) -> None:
         """Make the sums the engine's, as if it had copied them there itself: with their norms and its mark of an overflow."""

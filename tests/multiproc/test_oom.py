@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpfinetune.strategies.deepspeed_ops import prepare_ops
+from tests.multiproc.layouts import GRADIENTS_OFFLOADED
 from tests.multiproc.oom_cases import Injection, train
 from tests.multiproc.rank_pool import RankFailure, RankPool
 from tests.multiproc.training_cases import Problem
@@ -77,7 +78,7 @@ def test_dropout_is_that_of_the_smaller_size(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "changes",
-    [OFFLOADED, {**OFFLOADED, "offload": {"optimizer": "cpu", "gradients": "cpu"}}, {"strategy": "zero", "zero": {"stage": 1}}],
+    [OFFLOADED, {**OFFLOADED, **GRADIENTS_OFFLOADED}, {"strategy": "zero", "zero": {"stage": 1}}],
     ids=["pipeline-offload", "pipeline-gradients", "zero-1"],
 )
 def test_an_engine_drops_what_it_has_gathered(two_ranks: RankPool, changes: dict[str, Any], where: str) -> None:
