@@ -72,7 +72,7 @@ def test_a_run_goes_on_under_other_strategies(two_ranks: RankPool, tmp_path: Pat
         torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("target", [zero(1), zero(3), BOTH, GRADIENTS_OFFLOADED], ids=["zero_1", "zero_3", "both", "pipeline_gradients"])
+@pytest.mark.parametrize("target", [zero(1), zero(3), BOTH, OFFLOADED, GRADIENTS_OFFLOADED], ids=["zero_1", "zero_3", "both", "offload", "gradients"])
 def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path, target: dict[str, Any]) -> None:
     first = train(Problem("gpt2"), LOCAL, updates=(0, 1), save=str(tmp_path))
     arguments = {"problem": Problem("gpt2"), "changes": target, "updates": (1, None), "resume": str(tmp_path / "step-00000001")}
