@@ -115,6 +115,13 @@ RULES: tuple[Rule, ...] = (
         instead="leave out one of the two",
     ),
     Rule("data.max_length", lambda c: c.data.max_length >= 2, "at least 2 tokens"),
+    Rule(
+        "data.packing",
+        lambda c: not c.data.packing or c.model.task == "causal_lm",
+        "false for model.task: sequence_classification",
+        why="a classification head gives one answer per row",
+        instead="set data.packing: false; data.padding: bucketed saves most of the padding",
+    ),
     Rule("data.pad_to_multiple_of", lambda c: c.data.pad_to_multiple_of >= 1, "at least 1"),
     Rule("data.train_rows", lambda c: c.data.train_rows is None or c.data.train_rows >= 1, "at least 1, or null"),
     Rule("data.eval_rows", lambda c: c.data.eval_rows is None or c.data.eval_rows >= 1, "at least 1, or null"),

@@ -48,8 +48,8 @@ class LengthRule:
 class GlobalBatch:
     """All rows of one optimizer update, on the CPU. The counts are those of the whole update, also in a slice of it.
 
-    ``tensors``: input_ids, attention_mask and, where rows have them, token_type_ids, all [R, T] int64; labels [R, T] int64 (causal LM),
-    [R] int64 (classes) or [R] float32 (scores).
+    ``tensors``: input_ids, attention_mask (of packed rows position_ids instead) and, where rows have them, token_type_ids, all [R, T]
+    int64; labels [R, T] int64 (causal LM), [R] int64 (classes) or [R] float32 (scores).
     """
 
     tensors: dict[str, Tensor]
@@ -66,13 +66,15 @@ class GlobalBatch:
 def collate(rows: Sequence[Row], pad_token_id: int, length_rule: LengthRule) -> dict[str, Tensor]:
     """Pad on the right; returns the tensors of GlobalBatch.
 
-    The mask comes from the lengths, never from the ids: the pad token may be a real one (EOS).
+    The mask comes from the lengths, never from the ids: the pad token may be a real one (EOS). The padding of a packed row is one more row
+    in it, by its positions: packed rows have no mask.
     """
     length = length_rule.padded_length(max(len(row.input_ids) for row in rows))
-    tensors = {
-        "input_ids": _padded([row.input_ids for row in rows], length, pad_token_id),
-        "attention_mask": _padded([[1] * len(row.input_ids) for row in rows], length, 0),
-    }
+    tensors = {"input_ids": _padded([row.input_ids for row in rows], length, pad_token_id)}
+    if rows[0].position_ids is None:
+        tensors["attention_mask"] = _padded([[1] * len(row.input_ids) for row in rows], length, 0)
+    else:
+        tensors["position_ids"] = torch.tensor([[*(row.position_ids or []), *range(length - len(row.input_ids))] for row in rows], dtype=torch.int64)
     if rows[0].token_type_ids is not None:
         tensors["token_type_ids"] = _padded([row.token_type_ids or [] for row in rows], length, 0)
     first = rows[0].labels
@@ -98,7 +100,7 @@ def count_targets(labels: Tensor) -> int:
 def make_batch(rows: Sequence[Row], pad_token_id: int, length_rule: LengthRule) -> GlobalBatch:
     """The rows of one update, padded and counted."""
     tensors = collate(rows, pad_token_id, length_rule)
-    return GlobalBatch(tensors, len(rows), count_targets(tensors["labels"]), int(tensors["attention_mask"].sum()))
+    return GlobalBatch(tensors, len(rows), count_targets(tensors["labels"]), sum(len(row.input_ids) for row in rows))
 
 
 def pad_rows(batch: GlobalBatch, row_multiple: int) -> GlobalBatch:

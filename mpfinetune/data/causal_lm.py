@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpfinetune.config import DataConfig
 from mpfinetune.data import sources
+from mpfinetune.data.packing import pack_rows
 from mpfinetune.data.rows import IGNORED, Row, Say, encode_plain, leading_special_ids, say_cut
 from mpfinetune.data.sources import BadLine, Table
 from mpfinetune.errors import DataError, did_you_mean
@@ -33,10 +34,11 @@ def load_causal_lm(data: DataConfig, tokenizer: PreTrainedTokenizerFast, seed: i
     if data.eval_fraction > 0 and not data.eval_path:
         rows = _rows_of(data, data.path, "data.path", None, tokenizer, say)
         train, evaluation = _hold_out(rows, data.eval_fraction, seed, data.path)
-        return train[: data.train_rows], evaluation[: data.eval_rows]
-    train = _rows_of(data, data.path, "data.path", data.train_rows, tokenizer, say)
-    evaluation = _rows_of(data, data.eval_path, "data.eval_path", data.eval_rows, tokenizer, say) if data.eval_path else []
-    return train, evaluation
+        train, evaluation = train[: data.train_rows], evaluation[: data.eval_rows]
+    else:
+        train = _rows_of(data, data.path, "data.path", data.train_rows, tokenizer, say)
+        evaluation = _rows_of(data, data.eval_path, "data.eval_path", data.eval_rows, tokenizer, say) if data.eval_path else []
+    return pack_rows(train, data.max_length, data.path, say) if data.packing else train, evaluation
 
 
 def _rows_of(data: DataConfig, path: str, key: str, limit: int | None, tokenizer: PreTrainedTokenizerFast, say: Say) -> list[Row]:

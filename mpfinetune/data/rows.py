@@ -25,6 +25,7 @@ class Row:
     input_ids: list[int]  # [T]
     labels: list[int] | int | float
     token_type_ids: list[int] | None = None  # [T]
+    position_ids: list[int] | None = None  # [T]; of a packed row, beginning at 0 with each row in it
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[Any], **options: Any) -> list[dict[str, list[int]]]:

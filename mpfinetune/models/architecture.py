@@ -130,7 +130,8 @@ def construct_model(config: PretrainedConfig, task: ModelTask, attention: str, d
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.task: no {task} model can be built from the configuration ({config.model_type}): {error}") from error
     model.tie_weights()
-    # The cache is for generation; while training it costs memory and makes blocks return more than hidden states.
+    # The cache is for generation; while training it costs memory and makes blocks return more than hidden states, and with one
+    # transformers does not look for packed rows.
     model.config.use_cache = False
     model.train()
     return model

@@ -106,6 +106,7 @@ class CostQuestion:
     adapter: AdapterConfig | None = None
     target: Literal["cpu", "cuda"] = "cpu"
     capability: tuple[int, int] | None = None  # of a CUDA card; None: not known, taken as 8.0 or more
+    packed: bool = False  # rows of several rows, which the model tells apart by their positions
 
 
 class CostMeter:
@@ -187,7 +188,8 @@ class CostMeter:
         try:
             with self._fake, ExitStack() as stack, _quiet_shape_functions():
                 # Values are not known in a fake run, so the model makes its masks.
-                batch = {name: torch.ones((rows, tokens), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+                told_by = "position_ids" if question.packed else "attention_mask"
+                batch = {name: torch.ones((rows, tokens), dtype=torch.int64) for name in ("input_ids", told_by)}
                 labels = self._labels(rows, tokens)
                 ledger = Ledger((*self._model.parameters(), *self._model.buffers(), *batch.values(), labels))
                 observer = Observer(self._model, self._facts, ledger, [index == like for index, like in enumerate(self._like)])

@@ -133,8 +133,8 @@ class StageModule(nn.Module):
     """One stage of a causal or classification model.
 
     Calling it with ``(hidden, **batch)`` gives hidden states [B, T, D], or logits ([B, T, V] or [B, C]) where the stage has the
-    epilogue. The first stage takes no hidden states. ``batch`` holds input_ids [B, T], attention_mask [B, T] and, where the
-    tokenizer makes them, token_type_ids [B, T].
+    epilogue. The first stage takes no hidden states. ``batch`` holds input_ids [B, T], attention_mask [B, T] (of packed rows
+    position_ids [B, T] instead) and, where the tokenizer makes them, token_type_ids [B, T].
     """
 
     def __init__(self, model: nn.Module, facts: ModelFacts, span: StageSpan) -> None:

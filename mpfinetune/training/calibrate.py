@@ -5,6 +5,7 @@ All ranks measure at the same time, each on its own device, as they will compute
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -206,17 +207,20 @@ class _Probe:
         return took
 
     def _batch(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Rows of ``data.max_length`` tokens; where there are several, one is shorter, so that the model makes the masks of a padded batch."""
+        """Rows of ``data.max_length`` tokens; of several one is shorter, and packed ones hold two each, so that the model makes its masks."""
         device, rows, tokens = self.context.device, self.rows, self.tokens
         vocabulary = self.forecast.hf_config.get_text_config().vocab_size
         input_ids = torch.randint(vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones_like(input_ids)
-        mask[1:, -1] = 0
+        if self.config.data.packing:
+            told_by = {"position_ids": (torch.arange(tokens) % math.ceil(tokens / 2)).expand(rows, -1)}
+        else:
+            told_by = {"attention_mask": torch.ones_like(input_ids)}
+            told_by["attention_mask"][1:, -1] = 0
         if self.config.model.task == "causal_lm":
             labels = input_ids
         else:
             labels = torch.zeros(rows, dtype=torch.float32 if self.forecast.num_labels == 1 else torch.int64)
-        return {"input_ids": input_ids.to(device), "attention_mask": mask.to(device)}, labels.to(device)
+        return {name: tensor.to(device) for name, tensor in {"input_ids": input_ids, **told_by}.items()}, labels.to(device)
 
     def _hidden(self, span: StageSpan) -> Tensor:
         """What enters a stage; it asks for a gradient where something before the stage learns."""

@@ -72,7 +72,7 @@ class Forecast:
     def _is_measured_alike(self, other: Forecast) -> bool:
         """Whether the two have the same costs: the same weights that learn, held and computed in the same types, on the same cards."""
         mine, theirs = self.config, other.config
-        names = ("model", "precision", "quantize", "adapter", "trainable", "frozen")
+        names = ("model", "data", "precision", "quantize", "adapter", "trainable", "frozen")
         return self.world.cards == other.world.cards and all(getattr(mine, name) == getattr(theirs, name) for name in names)
 
     def with_prediction(self, plan: Plan) -> Plan:
@@ -132,6 +132,7 @@ class Forecast:
             "task": config.model.task,
             "attention": config.model.attention,
             "tokens": config.data.max_length,
+            "packing": config.data.packing,
             "precision": config.precision,
             "quantize": config.quantize,
             "adapter": asdict(config.adapter),

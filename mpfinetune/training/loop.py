@@ -247,6 +247,7 @@ class Trainer:
             "train.seed": self.config.train.seed,
             "data.padding": self.config.data.padding,
             "data.max_length": self.config.data.max_length,
+            "data.packing": self.config.data.packing,
             "number of training rows": len(self.run.data.train),
         }
 

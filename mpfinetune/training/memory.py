@@ -55,6 +55,7 @@ def cost_meter(
         adapter=config.adapter if config.adapter.type != "none" else None,
         target="cuda" if device_type == "cuda" else "cpu",
         capability=capability,
+        packed=config.data.packing,
     )
     return CostMeter(hf_config, facts, question, loss_sum_for(config.model.task, num_labels))
 

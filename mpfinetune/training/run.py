@@ -26,6 +26,7 @@ from mpfinetune.training.export import export_checkpoint
 from mpfinetune.training.loop import Trainer, progress_summary
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.memory import MEASURED_COLUMNS, compare, comparison_rows, measure
+from mpfinetune.training.packed_rows import refuse_rows_that_mix
 from mpfinetune.training.prepare import PlannedRun, PreparedRun
 from mpfinetune.training.shared_folder import check_shared
 
@@ -168,7 +169,10 @@ def _trainer(run: PreparedRun, context: DistContext, reporter: Reporter, trackin
     all_drawn = sorted({name for names in context.gather_objects(drawn) for name in names})
     if all_drawn and run.folder is not None:
         reporter.say(f"not in the model's files, drawn from train.seed: {', '.join(all_drawn)}")
-    return Trainer(run, strategy, reporter, Tracker(Path(run.config.run_dir), enabled=tracking and context.rank == 0))
+    trainer = Trainer(run, strategy, reporter, Tracker(Path(run.config.run_dir), enabled=tracking and context.rank == 0))
+    if run.config.data.packing:  # after the trainer has made the engine, without which ZeRO-3's parts cannot be run
+        refuse_rows_that_mix(strategy, planned.hf_config.get_text_config().vocab_size)
+    return trainer
 
 
 @contextmanager

@@ -187,7 +187,14 @@ MISTAKES: dict[str, Mistake] = {
     "encoder asked for the next token": Mistake(
         ("model.task: causal_lm", "bert is an encoder"), kind="llama", make=lambda work: {"model.path": str(work.models["bert"])}
     ),
+    "model that mixes packed rows": Mistake(
+        ("data.packing: true given, but opt lets packed rows see each other", "data.packing: false"),
+        {"data.packing": True},
+        kind="llama",
+        make=model_of("opt", vocab_size=48),
+    ),
     # the data
+    "packing of classified rows": Mistake(("data.packing: True given", "padding: bucketed"), {"data.packing": True}),
     "missing file": Mistake(("data.path", "no/such/file.jsonl", "no such file"), {"data.path": "no/such/file.jsonl"}, kind="llama"),
     "missing split": Mistake(("train.tsv", "no such file"), make=lambda work: {"data.path": str(work.folder)}),
     "malformed lines": Mistake(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,11 +18,14 @@ import pytest
 import yaml
 
 from mpfinetune.config import DistConfig, load_config
+from mpfinetune.errors import CheckpointError
 from mpfinetune.launcher import start_processes
 from mpfinetune.training.loop import NotFinite, Stopped
 from tests.e2e.run_cases import build_local
 from tests.e2e.workspace import (
+    EVALUATION_ROWS,
     PIPELINE,
+    TRAIN_ROWS,
     Outcome,
     Workspace,
     checkpoint_of,
@@ -90,6 +94,19 @@ def test_full_precision_scores_stand_beside_the_others(work: Workspace) -> None:
     assert shown in text.replace("\n", " ")
     assert json.loads((checkpoint_of(work.run_dir(), 4) / "state.json").read_text())["state"]["evaluations"] == 3
     assert "at full precision: loss" in command("eval", config).text
+
+
+def test_packed_rows_train_over_two_ranks_and_held_out_rows_stay_alone(work: Workspace, two_ranks: RankPool) -> None:
+    changes = {"data.packing": True, "eval.at_start": True, "train.max_steps": 4}
+    alone = train(work.config("llama", "alone", **changes))
+    rows = int(re.search(r"(\d+) rows packed into (\d+) of up to 32 tokens", alone.replace("\n", " ")).group(2))  # type: ignore[union-attr]
+    assert rows < TRAIN_ROWS
+    said = two_ranks.run(TRAIN_CASE, {"config": str(work.config("llama", "split", **PIPELINE, **changes))})[0]
+    assert any(f"({EVALUATION_ROWS} rows)" in line for line in said)
+    assert largest_difference(work.run_dir("split"), work.run_dir("alone")) <= ACROSS_LAYOUTS
+    with pytest.raises(CheckpointError, match=r"data\.packing was True and is False"):
+        trainer = build_local(work.config("llama", "alone", **{**changes, "data.packing": False}))
+        trainer.resume(checkpoint_of(work.run_dir("alone"), 4))
 
 
 def test_the_loss_falls(work: Workspace) -> None:

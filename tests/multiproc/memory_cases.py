@@ -60,8 +60,8 @@ def planned(family: str, changes: dict[str, Any], world_size: int) -> tuple[RunC
     return config, facts, plan_with_memory(config, facts, make_plan(config, facts, world), world, lambda: forecast.meter)
 
 
-def full_batch(family: str) -> GlobalBatch:
-    """Every microbatch of two rows has a full one and a padded one."""
+def full_batch(family: str, packed: bool) -> GlobalBatch:
+    """Every microbatch of two rows has a full one and a padded one; packed rows hold two each."""
     generator = torch.Generator().manual_seed(3)
     mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
     mask[1::2, TOKENS - 3 :] = 0
@@ -69,7 +69,8 @@ def full_batch(family: str) -> GlobalBatch:
     labels = torch.randint(0, 2, (ROWS,), generator=generator)
     if task_of(family) == "causal_lm":
         labels = torch.where(mask == 1, input_ids, -100)
-    return GlobalBatch({"input_ids": input_ids, "attention_mask": mask, "labels": labels}, ROWS, count_targets(labels), int(mask.sum()))
+    told_by = {"position_ids": (torch.arange(TOKENS) % (TOKENS // 2)).expand(ROWS, -1)} if packed else {"attention_mask": mask}
+    return GlobalBatch({"input_ids": input_ids, **told_by, "labels": labels}, ROWS, count_targets(labels), int(mask.sum()))
 
 
 class SavedBytes:
@@ -149,7 +150,7 @@ def compare(family: str, changes: dict[str, Any]) -> tuple[Numbers, Numbers]:
     row = plan.ranks[strategy.context.pipeline_rank]
     passes = step.gradient_bytes + step.activation_bytes + step.workspace_bytes if alone else 0
     predicted = Numbers(update.weight_bytes, update.gradient_bytes, update.optimizer_bytes, row.host_bytes, card.saved_bytes, passes)
-    batch = full_batch(family)
+    batch = full_batch(family, config.data.packing)
     strategy.train_step(batch, 1e-4)
     with SavedBytes(list(strategy.named_parameters().values())) as saved:
         strategy.train_step(batch, 1e-4)
@@ -194,6 +195,7 @@ ONE_PROCESS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw_8bit": ("llama", {"optimizer": {"name": "adamw_8bit"}}),
     "sgd with momentum": ("gpt2", {"optimizer": {"name": "sgd", "momentum": 0.9}}),
     "experts": ("mixtral", {}),
+    "packed rows": ("llama", {"data": {"path": "in memory", "max_length": TOKENS, "packing": True}}),
 }
 _TWO: dict[str, Any] = {"strategy": "pipeline", "partition": {"rule": "uniform", "num_stages": 2}}
 _FOUR: dict[str, Any] = {"strategy": "pipeline", "partition": {"rule": "uniform", "num_stages": 4}}

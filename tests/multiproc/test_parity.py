@@ -115,6 +115,12 @@ COLUMNS: dict[str, Column] = {
     # batches
     "left_padded": Column(("llama", "mistral", "gpt2", "bloom", "bert"), problem={"left_padded": True}),
     "token_types": Column(("bert",), problem={"token_types": True}),
+    # several rows in one, against the plain loop on the rows alone
+    "packed": Column(("llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3"), problem={"packed": True}),
+    "packed_recompute_replicas": Column(("llama",), {"recompute": "full"}, {"packed": True}, ranks=4),
+    "packed_zero_2": Column(("gpt2",), zero(2), {"packed": True}),
+    "packed_pipe": Column(("llama",), local_over(local_overlap=True), {"packed": True}, ranks=0),
+    "packed_lora_nf4": Column(("llama",), problem={"packed": True}, adapter={"quantize": "nf4"}),
     "micro_3_of_8_7_5": Column(SHAPES_OF_BLOCK_KIND, micro(3)),
     "micro_1_with_one_row": Column(("llama", "bert"), micro(1), {"shapes": ((8, 6), (1, 9), (2, 4))}),
     "accumulate_1": Column(("llama",), {"batch": {"global_size": 4, "micro_size": 1}}, LABEL_COUNTS),

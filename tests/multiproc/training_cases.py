@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpfinetune.config import ModelTask, RunConfig, config_from_dict
-from mpfinetune.data.batches import GlobalBatch, count_targets
+from mpfinetune.data.batches import GlobalBatch, LengthRule, count_targets, make_batch
+from mpfinetune.data.packing import pack_rows
+from mpfinetune.data.rows import Row
 from mpfinetune.dist import DistContext, make_context
 from mpfinetune.errors import ModelError
 from mpfinetune.models.adapters import facts_with_adapters
@@ -58,6 +60,7 @@ class Problem:
     shapes: Shapes = UNEVEN
     left_padded: bool = False
     token_types: bool = False
+    packed: bool = False  # several rows in one; the plain loop has each alone
     ignored: bool = False  # the second update has one labelled row only, the third none
     label_counts: tuple[int, ...] = ()  # causal LM: so many labelled tokens in each row
     optimizer: tuple[tuple[str, Any], ...] = ()
@@ -141,8 +144,10 @@ def facts_of(problem: Problem, config: RunConfig) -> ModelFacts:
     return facts_with_adapters(base, config.adapter)
 
 
-def make_batches(problem: Problem) -> list[GlobalBatch]:
-    """One batch per update: rows of many lengths, padded; the last updates uneven."""
+def make_batches(problem: Problem, packed: bool | None = None) -> list[GlobalBatch]:
+    """One batch per update: rows of many lengths, padded; the last updates uneven. ``packed``: default as the problem says."""
+    if problem.packed:
+        return _make_packable_batches(problem, problem.packed if packed is None else packed)
     generator, lengths = torch.Generator().manual_seed(3), random.Random(5)
     batches = []
     for update, (rows, tokens) in enumerate(problem.shapes):
@@ -158,6 +163,21 @@ def make_batches(problem: Problem) -> list[GlobalBatch]:
         if problem.ignored and update > 0:
             labels[1 if update == 1 else 0 :] = math.nan if labels.is_floating_point() else -100
         batches.append(GlobalBatch({**tensors, "labels": labels}, rows, count_targets(labels), int(mask.sum())))
+    return batches
+
+
+def _make_packable_batches(problem: Problem, packed: bool) -> list[GlobalBatch]:
+    """Twice as many rows of at most half the tokens as the shapes say, the prompt of each without a loss; packed or alone."""
+    lengths = random.Random(5)
+    batches = []
+    for rows, tokens in problem.shapes:
+        alone = []
+        for _ in range(2 * rows):
+            ids = [lengths.randrange(3, VOCAB_SIZE) for _ in range(lengths.randint(2, tokens // 2))]
+            prompt = lengths.randint(1, len(ids) - 1)
+            alone.append(Row(ids, [-100] * prompt + ids[prompt:]))
+        given = pack_rows(alone, tokens, "in memory", print) if packed else alone
+        batches.append(make_batch(given, PAD_TOKEN_ID, LengthRule("fixed", tokens)))
     return batches
 
 
@@ -326,7 +346,7 @@ def plain_loop(problem: Problem) -> dict[str, Any]:
     masters = {name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in learning.items()}
     optimizer = _plain_optimizer(problem, masters)
     losses, norms, logits = [], [], None
-    batches = make_batches(problem)
+    batches = make_batches(problem, packed=False)
     for step, batch in enumerate(batches):
         inputs = {name: tensor for name, tensor in batch.tensors.items() if name != "labels"}
         if step == len(batches) - 1:
@@ -347,7 +367,7 @@ def plain_loop(problem: Problem) -> dict[str, Any]:
             for name, parameter in learning.items():
                 parameter.copy_(masters[name])
     parameters = {facts.canonical_name(name): p.detach().float().clone() for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "parameters": parameters, "logits": logits}
+    return {"losses": losses, "norms": norms, "parameters": parameters, "logits": None if problem.packed else logits}
 
 
 def _plain_optimizer(problem: Problem, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -377,7 +397,7 @@ def differences(result: dict[str, Any], reference: dict[str, Any]) -> dict[str, 
     """Largest absolute difference of the losses, the norms, the evaluation's logits and of every parameter that the result holds."""
     found = {key: max(abs(a - b) for a, b in zip(result[key], reference[key], strict=True)) for key in ("losses", "norms")}
     found |= {name: largest_gap(value, reference["parameters"][name]) for name, value in result["parameters"].items()}
-    if result["logits"] is not None:
+    if result["logits"] is not None and reference["logits"] is not None:  # the plain loop has the logits of other rows, if they are packed
         found["logits"] = largest_gap(result["logits"][: len(reference["logits"])], reference["logits"])
     return found
 

@@ -10,6 +10,7 @@ import torch
 
 from mpfinetune.config import DataConfig
 from mpfinetune.data.batches import LengthRule, Padding, UpdateLoader, collate, count_targets, make_batch, pad_rows, slice_rows
+from mpfinetune.data.packing import pack_rows
 from mpfinetune.data.rows import Row
 
 EOS = 2
@@ -42,6 +43,17 @@ def test_causal_rows_padded_with_eos_keep_their_real_eos_as_a_target() -> None:
     assert tensors["input_ids"][0].tolist() == [10, 11, EOS, EOS, EOS, EOS, EOS, EOS]
     assert tensors["attention_mask"].sum(dim=1).tolist() == [3, 5]
     assert tensors["labels"][0].tolist() == [10, 11, EOS] + [-100] * 5
+
+
+def test_packed_rows_have_positions_and_no_mask_and_their_padding_is_a_row_of_its_own() -> None:
+    first, second = causal_row(3), causal_row(4, first_target=2)
+    packed = pack_rows([first, second], 10, "file", print)
+    batch = make_batch(packed, 0, LengthRule("fixed", 10))
+    assert sorted(batch.tensors) == ["input_ids", "labels", "position_ids"]
+    assert batch.tensors["input_ids"].tolist() == [[10, 11, 12, EOS, 10, 11, EOS, 0, 0, 0]]
+    assert batch.tensors["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
+    assert batch.tensors["labels"].tolist() == [[-100, -100, 12, EOS, -100, 11, EOS, -100, -100, -100]]
+    assert (batch.real_rows, batch.target_count, batch.token_count) == (1, 4, 7)
 
 
 def test_class_and_score_labels_and_token_types() -> None:

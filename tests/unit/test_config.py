@@ -264,6 +264,12 @@ BROKEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "two held-out sets; leave out one of the two",
     ),
     (GLUE, {"data.max_length": 1}, "data.max_length: 1 given, must be at least 2 tokens"),
+    (
+        GLUE,
+        {"data.packing": True},
+        "data.packing: True given, must be false for model.task: sequence_classification: a classification head gives one answer per row; "
+        "set data.packing: false; data.padding: bucketed saves most of the padding",
+    ),
     (GLUE, {"data.pad_to_multiple_of": 0}, "data.pad_to_multiple_of: 0 given, must be at least 1"),
     (GLUE, {"data.train_rows": 0}, "data.train_rows: 0 given, must be at least 1, or null"),
     (GLUE, {"data.eval_rows": 0}, "data.eval_rows: 0 given, must be at least 1, or null"),
