@@ -93,11 +93,7 @@ class DataConfig:
         "batch",
         "`batch`: to the longest row of the update; `bucketed`: the same, with rows of like length drawn together; `fixed`: always max_length.",
     )
-    packing: bool = option(
-        False,
-        "Put several training rows of causal_lm into one of up to max_length tokens, none of which sees another's: the same loss with hardly any "
-        "padding. batch.global_size then counts packed rows. Held-out rows stay alone.",
-    )
+    packing: bool = option(False, "Several training rows of causal_lm in one of at most max_length tokens, none of which sees another's tokens.")
     pad_to_multiple_of: int = option(8, "Padded lengths are rounded up to a multiple of this: few distinct shapes, aligned matrices.")
     train_rows: int | None = option(None, "Use only the first N training rows. Null: all.")
     eval_rows: int | None = option(None, "Use only the first N evaluation rows. Null: all.")
