@@ -37,10 +37,11 @@ def host_needs(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan, 
         saving = max(0, saving - room)
         return HostNeeds(0, PROCESS_BYTES["cpu"] + offloaded + inputs, saving)
     moving = TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0
-    pinned = offloaded + moving + sum(rounded_up(size) - size for size in _pinned_tensors(config, facts, plan, row))
+    moments = _host_moments(config, facts, plan, row)
+    pinned = offloaded - moments + moving + sum(rounded_up(size) - size for size in _pinned_tensors(config, facts, plan, row))
     # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
     loading = largest * (4 + TYPE_BYTES[config.precision])
-    return HostNeeds(pinned, PROCESS_BYTES["cuda"] + loading + inputs, saving)
+    return HostNeeds(pinned, PROCESS_BYTES["cuda"] + loading + inputs + moments, saving)
 
 
 def rounded_up(size: int) -> int:
@@ -57,8 +58,14 @@ def _learning_elements(config: RunConfig, facts: ModelFacts, plan: Plan, row: Ra
     return [facts.parameters[name].numel for name in _held_names(facts, plan, row) & learning_names(config, facts)]
 
 
+def _host_moments(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> int:
+    """Bytes of CPUAdam's two moments in fp32, which it does not pin, unlike the masters and gradients that the engine gives it."""
+    on_host = plan.offload_optimizer == "cpu" or (plan.offload_optimizer == "nvme" and plan.zero_stage in (1, 2))
+    return 8 * (sum(_learning_elements(config, facts, plan, row)) // plan.replicas) if on_host else 0
+
+
 def _pinned_tensors(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> list[int]:
-    """Bytes of the large tensors that the engine pins one by one; CPUAdam's moments are not pinned.
+    """Bytes of the large tensors that the engine pins one by one.
 
     The master, its gradient and the updated weights on their way to the card are one tensor for all that decays and one for the rest, which is
     so small (norms and biases) that it is taken to be among the first.
