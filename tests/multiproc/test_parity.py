@@ -345,6 +345,18 @@ def test_a_stop_request_of_one_rank_reaches_all(request: pytest.FixtureRequest) 
         assert result["stops"] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changes"), [(4, micro(3)), (2, {"schedule": "zbv", **FOUR_STAGES}), (2, zero(3))], ids=["replicas", "zbv", "zero 3"]
+)
+def test_every_rank_learns_whether_packed_rows_mix(request: pytest.FixtureRequest, ranks: int, changes: dict[str, Any]) -> None:
+    said = {
+        family: run(request, ranks, "tests.multiproc.training_cases:error_of_packed_rows", problem=Problem(family), changes=changes)
+        for family in ("llama", "opt")
+    }
+    assert said["llama"] == ["nothing"] * ranks
+    assert all("opt lets packed rows see each other" in error for error in said["opt"]) and len(said["opt"]) == ranks
+
+
 def test_dropout_is_a_function_of_the_seed_and_differs_between_stages(request: pytest.FixtureRequest) -> None:
     changes = (("resid_pdrop", 0.5), ("embd_pdrop", 0.5), ("attn_pdrop", 0.0))
     problem = Problem("gpt2", shapes=((8, 12),), model_changes=changes)

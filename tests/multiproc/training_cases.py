@@ -38,6 +38,7 @@ from mpfinetune.strategies.build import build_stage, build_strategy
 from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, tensors_of
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.optim import attach_update
+from mpfinetune.training.packed_rows import refuse_rows_that_mix
 from tests.families import VOCAB_SIZE, task_of, tiny_config
 
 LR, WEIGHT_DECAY, CLIP_NORM, SEED = 1e-3, 0.1, 0.5, 7
@@ -299,6 +300,15 @@ def error_of_a_forgotten_parameter(**arguments: Any) -> str:
             train(**arguments)
         except ModelError as error:
             return str(error)
+    return "nothing"
+
+
+def error_of_packed_rows(problem: Problem, changes: dict[str, Any]) -> str:
+    """What a run with packed rows says of its model before the first update."""
+    try:
+        refuse_rows_that_mix(build(problem, changes), VOCAB_SIZE)
+    except ModelError as error:
+        return str(error)
     return "nothing"
 
 
