@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpfinetune.config import RunConfig
 from mpfinetune.models.facts import ModelFacts
-from mpfinetune.planning.memory_plan import GIB, MIB, CardMemory
+from mpfinetune.planning.memory_plan import CHECKPOINT_BYTES_AT_ONCE, GIB, MIB, CardMemory
 from mpfinetune.planning.plan import Plan, RankPlan
 from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, weight_bytes
 
@@ -83,16 +83,18 @@ def _pinned_tensors(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankP
 
 
 def _saved_at_once(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan) -> int:
-    """Copies in host memory while a checkpoint is written."""
-    weights = 4 * sum(_learning_elements(config, facts, plan, row))
-    if plan.zero_stage == 3:  # whole: fp32 weights, both moments, and what does not learn, all gathered before the first file is written
-        return 3 * weights + weight_bytes(config, facts, _held_names(facts, plan, row) - learning_names(config, facts))
+    """Copies in host memory while a checkpoint is written: tensors on their way and the next one, unless they are written from where they are."""
     on_host = plan.device_type == "cpu" or plan.offload_optimizer != "none"
-    if plan.zero_stage and (plan.replicas > 1 or not on_host):
-        return 3 * weights
-    if on_host:  # written from where they are
+    if on_host and (not plan.zero_stage or (plan.replicas == 1 and plan.zero_stage < 3)):
         return 0
-    return max(weights, row.optimizer_bytes - row.master_bytes)  # one file's tensors after the other's
+    copied = learning = _held_names(facts, plan, row) & learning_names(config, facts)
+    states = 8 * facts.numel(learning) if plan.zero_stage else row.optimizer_bytes - row.master_bytes
+    weights = 4 * facts.numel(learning)
+    if plan.zero_stage == 3:  # what does not learn is in parts, too
+        copied = _held_names(facts, plan, row)
+        weights += weight_bytes(config, facts, copied - learning)
+    largest = max((facts.parameters[name].numel for name in copied), default=0)
+    return min(max(weights, states), CHECKPOINT_BYTES_AT_ONCE + 4 * largest)  # one file after the other
 
 
 def _offloaded_inputs(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan, in_flight: Mapping[int, int]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB, GIB = 2**20, 2**30
+# Of a checkpoint that are on their way at a time, while it is written or read; one tensor may be larger.
+CHECKPOINT_BYTES_AT_ONCE = 256 * MIB
 
 
 @dataclass(frozen=True)

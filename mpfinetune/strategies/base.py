@@ -21,6 +21,7 @@ from mpfinetune.data.batches import GlobalBatch, pad_rows, slice_rows
 from mpfinetune.dist import DistContext, all_reduce_buckets, broadcast_buckets
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule
+from mpfinetune.planning.memory_plan import CHECKPOINT_BYTES_AT_ONCE
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.oom import MemoryGuard, OutOfMemory, free_memory, out_of_memory_words
 from mpfinetune.strategies.update import Update, zero_gradient
@@ -29,7 +30,6 @@ from mpfinetune.strategies.update import Update, zero_gradient
 LossSum = Callable[[Tensor, Tensor], Tensor]
 # Called with each microbatch's (logits, labels) where the logits are.
 Observer = Callable[[Tensor, Tensor], None]
-_LOADING_BYTES = 256 * 2**20  # of a checkpoint at a time
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Strategy(ABC):
         size = 0
         for name, shape in self.parameter_shapes().items():
             own = 12 * math.prod(shape)  # an fp32 weight and two moments
-            if groups[-1] and size + own > _LOADING_BYTES:
+            if groups[-1] and size + own > CHECKPOINT_BYTES_AT_ONCE:
                 groups.append([])
                 size = 0
             groups[-1].append(name)

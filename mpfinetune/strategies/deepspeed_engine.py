@@ -234,23 +234,26 @@ class DeepSpeedUpdate:
         for parameter in [*self._learning.values(), *self._placeholders]:
             parameter.grad = None
 
-    def weight_tensors(self) -> dict[str, Tensor]:
+    def weight_stream(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of this rank that learn, and what stage 3 has in parts, whole and in full precision, on the CPU of the first replica.
 
-        What is whole on the host already is no copy: the next update changes it.
+        They are gathered one by one, so every replica must go through to the end. What is whole on the host already is no copy: the next
+        update changes it.
         """
-        return {name: tensor for name, tensor in self._stream(None)}
+        return self._stream(None)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """``name/state`` to tensor, as ``NamedOptimizer`` gives it; empty before the first update."""
+    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
+        """``name/state`` to tensor, as ``NamedOptimizer`` gives it, gathered one by one; nothing before the first update."""
         step = self._step_count()
         if step == 0:
-            return {}
+            return
         self._link_states()
-        found = {f"{name}/{key}": tensor for key in _MOMENTS for name, tensor in self._stream(key)}
+        for key in _MOMENTS:
+            for name, tensor in self._stream(key):
+                yield f"{name}/{key}", tensor
         if self.strategy.context.replica == 0:
-            found |= {f"{name}/step": torch.tensor(float(step)) for name in self._learning}
-        return found
+            for name in self._learning:
+                yield f"{name}/step", torch.tensor(float(step))
 
     def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, whole weight in fp32), gathered one by one on every replica; collective over the replicas, which must name the same."""
@@ -268,7 +271,7 @@ class DeepSpeedUpdate:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
-        """Put back what ``weight_tensors`` and ``state_tensors`` gave, for the names in ``weights``; collective over the replicas."""
+        """Put back what ``weight_stream`` and ``state_stream`` gave, for the names in ``weights``; collective over the replicas."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         steps = [float(value) for key, value in states.items() if key.endswith("/step")]

@@ -42,8 +42,8 @@ class Update(Protocol):
     def optimizer_bytes(self) -> tuple[int, int]: ...  # states and fp32 masters on the device, and what is offloaded from it
     def apply(self, lr: float) -> tuple[float, bool]: ...
     def drop_gradients(self) -> None: ...
-    def weight_tensors(self) -> dict[str, Tensor]: ...
-    def state_tensors(self) -> dict[str, Tensor]: ...
+    def weight_stream(self) -> Iterator[tuple[str, Tensor]]: ...  # as a checkpoint holds them; collective over the replicas
+    def state_stream(self) -> Iterator[tuple[str, Tensor]]: ...
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None: ...
     def full_weights(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -168,11 +168,13 @@ class PlainUpdate:
         """Forget what the passes since the last update have left."""
         self.optimizer.zero_grad()
 
-    def weight_tensors(self) -> dict[str, Tensor]:
-        return self.optimizer.weight_tensors()
+    def weight_stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The live weights in full precision of what learns, by name."""
+        yield from self.optimizer.weight_tensors().items()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        return self.optimizer.state_tensors()
+    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
+        """The live optimizer states as ``name/state``."""
+        yield from self.optimizer.state_tensors().items()
 
     def load(self, weights: dict[str, Tensor], states: dict[str, Tensor]) -> None:
         self.optimizer.load(weights, states)

@@ -1,8 +1,9 @@
 """Checkpoints: written atomically, complete or not there, addressed by parameter name so that any layout can go on from them.
 
 ``checkpoints/step-00000100/`` holds, for each pipeline rank, the weights (fp32 masters) and the optimizer's state of the parameters
-of which it is the first holder, as safetensors (no pickle), and ``state.json``: the position of the run and the size of every file. The
-folder is written under another name and renamed when every rank is done, so a killed run leaves no half checkpoint behind.
+of which it is the first holder, as safetensors (no pickle; much of it in several files), and ``state.json``: the position of the run and the
+size of every file. The folder is written under another name and renamed when every rank is done, so a killed run leaves no half checkpoint
+behind.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from mpfinetune.dist import DistContext
 from mpfinetune.errors import CheckpointError
+from mpfinetune.training.tensor_files import RankFiles, Stream, read_tensors
 
 if TYPE_CHECKING:
     from mpfinetune.strategies.base import Strategy
@@ -51,25 +53,40 @@ class RunState:
 
 @dataclass(frozen=True)
 class RankTensors:
-    """What one rank gives to a checkpoint, by canonical parameter name (states: ``name/state``)."""
+    """What one rank takes from a checkpoint, by canonical parameter name (states: ``name/state``)."""
 
     weights: dict[str, Tensor]
     states: dict[str, Tensor]
 
 
-def tensors_of(strategy: Strategy) -> RankTensors:
-    """What this rank gives to a checkpoint: of the parameters of which it is the first holder, weights in full precision and states; collective.
+def streams_of(strategy: Strategy) -> dict[str, Stream]:
+    """What this rank gives to a checkpoint, by kind of file: of the parameters of which it is the first holder, weights in full precision
+    (``weights``) and states (``optimizer``).
 
-    Under ZeRO the tensors are gathered one by one, and only the first replica, which writes, keeps them.
+    Under ZeRO the tensors are gathered one by one as they are asked for, so all ranks must take all of them, in this order.
     """
     assert strategy.update is not None
     own = strategy.first_held_names() & strategy.saved_names()
-    weights = {name: p.detach() for name, p in strategy.named_parameters().items()} | strategy.update.weight_tensors()
-    states = strategy.update.state_tensors()
-    return RankTensors(
-        {name: tensor for name, tensor in weights.items() if name in own},
-        {key: tensor for key, tensor in states.items() if key.rpartition("/")[0] in own},
-    )
+    return {"weights": _weights_of(strategy, own), "optimizer": _states_of(strategy, own)}
+
+
+def _weights_of(strategy: Strategy, own: set[str]) -> Iterator[tuple[str, Tensor]]:
+    assert strategy.update is not None
+    given = set()
+    for name, tensor in strategy.update.weight_stream():
+        given.add(name)
+        if name in own:
+            yield name, tensor
+    for name, parameter in strategy.named_parameters().items():
+        if name in own - given and parameter.numel():  # of what ZeRO has in parts, the first replica alone has been given the whole
+            yield name, parameter.detach()
+
+
+def _states_of(strategy: Strategy, own: set[str]) -> Iterator[tuple[str, Tensor]]:
+    assert strategy.update is not None
+    for key, tensor in strategy.update.state_stream():
+        if key.rpartition("/")[0] in own:
+            yield key, tensor
 
 
 def load_into(strategy: Strategy, checkpoint: Path) -> None:
@@ -86,7 +103,7 @@ def load_into(strategy: Strategy, checkpoint: Path) -> None:
         strategy.update.load(tensors.weights, tensors.states)
 
 
-def save_checkpoint(folder: Path, state: RunState, tensors: RankTensors, context: DistContext) -> Path:
+def save_checkpoint(folder: Path, state: RunState, streams: dict[str, Stream], context: DistContext) -> Path:
     """Write one checkpoint; collective over all ranks, of which the first replica of each pipeline rank writes.
 
     Raises:
@@ -94,17 +111,11 @@ def save_checkpoint(folder: Path, state: RunState, tensors: RankTensors, context
     """
     final = folder / f"{_PREFIX}{state.step:08d}"
     unfinished = folder / f"{final.name}{_UNFINISHED}"
-    suffix = f"{context.pipeline_rank:05d}-of-{context.pipeline_ranks:05d}.safetensors"
-
-    def write_own_part() -> None:
-        if context.replica == 0:
-            _write_tensors(unfinished / f"weights-{suffix}", tensors.weights)
-            _write_tensors(unfinished / f"optimizer-{suffix}", tensors.states)
-
+    parts = [RankFiles(unfinished, kind, stream, context) for kind, stream in streams.items()]
     problems: list[str] = []
     for write in (
         lambda: _make_anew(unfinished) if context.rank == 0 else None,
-        write_own_part,
+        *(part.write for part in parts),
         lambda: _finish(unfinished, final, state) if context.rank == 0 else None,
     ):
         problems = _on_all_ranks(write, context)
@@ -114,7 +125,7 @@ def save_checkpoint(folder: Path, state: RunState, tensors: RankTensors, context
         if context.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         context.barrier()
-        needed = sum(t.numel() * t.element_size() for group in (tensors.weights, tensors.states) for t in group.values())
+        needed = sum(part.whole_bytes() for part in parts)
         free = shutil.disk_usage(_nearest_folder(folder)).free
         raise CheckpointError(
             f"run_dir: the checkpoint of step {state.step} could not be written to {folder} ({'; '.join(problems)}); this rank's part needs "
@@ -128,7 +139,7 @@ def _on_all_ranks(write: Callable[[], None], context: DistContext) -> list[str]:
     problem = None
     try:
         write()
-    except Exception as error:  # safetensors raises its own kinds
+    except Exception as error:
         problem = f"rank {context.rank}: {error}"
     return [text for text in context.gather_objects(problem) if text]
 
@@ -140,14 +151,6 @@ def _make_anew(folder: Path) -> None:
 
 def _nearest_folder(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _finish(unfinished: Path, final: Path, state: RunState) -> None:
@@ -284,27 +287,6 @@ def check_identity(checkpoint: Path, now: dict[str, Any]) -> None:
             f"checkpoint.resume: {checkpoint} belongs to a run with another setting: {lines}. Put the setting back, take another run_dir, "
             "or set checkpoint.resume: never to start anew."
         )
-
-
-def read_tensors(checkpoint: Path, kind: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of ``kind`` (``weights`` or ``optimizer``) for the parameter names ``wanted`` (None: all), on the CPU, from every rank's file.
-
-    Raises:
-        CheckpointError: a file is broken.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, Tensor] = {}
-    for path in sorted(checkpoint.glob(f"{kind}-*.safetensors")):
-        try:
-            with safe_open(path, framework="pt", device="cpu", backend="pread") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    name = key.rpartition("/")[0] if kind == "optimizer" else key
-                    if wanted is None or name in wanted:
-                        found[key] = file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"checkpoint.resume: {path} cannot be read: {error}") from error
-    return found
 
 
 @torch.no_grad()

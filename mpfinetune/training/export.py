@@ -11,13 +11,14 @@ from mpfinetune.models.buffers import persistent_buffers
 from mpfinetune.training.export_adapter import export_adapter
 from mpfinetune.training.export_folder import ShardWriter, base_buffers, empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
+from mpfinetune.training.tensor_files import read_tensors, tensor_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrainedTokenizerFast, output: Path) -> int:
-    """Write the folder, one rank's part of the weights at a time; tied weights once. Of an adapter run, the adapter (``export_adapter``).
+    """Write the folder, a block of the weights at a time; tied weights once. Of an adapter run, the adapter (``export_adapter``).
 
     The folder appears under its name only when it is complete and every tensor's shape has been checked against the model.
 
@@ -36,7 +37,7 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
         # By the facts, not by the empty model: on the meta device tied weights are two parameters.
         expected = {name: facts.parameters[name].shape for name in map(facts.canonical_name, facts.parameters)}
         expected |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-        problems = [name for name in expected if written.get(name) != expected[name]] + [name for name in written if name not in expected]
+        problems = [name for name in expected if written.get(name) != expected[name]] + sorted(tensor_names(checkpoint, "weights") - set(expected))
         if problems:
             raise CheckpointError(f"export: {checkpoint} does not hold the model's parameters as they should be: {', '.join(problems[:5])}")
         write_config_files(planned, model, tokenizer, folder)
@@ -44,13 +45,14 @@ def export_checkpoint(planned: PlannedRun, checkpoint: Path, tokenizer: PreTrain
 
 
 def _write_weights(planned: PlannedRun, model: PreTrainedModel, checkpoint: Path, folder: Path) -> dict[str, tuple[int, ...]]:
-    """One rank's part after the other, then the base's buffers; returns the shapes by the model's names."""
-    from safetensors.torch import load_file
-
+    """What is before the blocks, each block, what is after them, then the base's buffers; returns the shapes by the model's names."""
     dtype = TORCH_DTYPES[planned.config.precision]
+    facts = planned.facts
     writer = ShardWriter(model, folder)
-    for part in sorted(checkpoint.glob("weights-*.safetensors")):
-        writer.add({name: tensor.to(dtype) for name, tensor in load_file(part).items()})
+    blocks = [facts.names_of("block", index) for index in range(facts.num_blocks)]
+    for names in (facts.names_of("every_stage"), facts.names_of("prologue"), *blocks, facts.names_of("epilogue")):
+        held = read_tensors(checkpoint, "weights", set(map(facts.canonical_name, names)))
+        writer.add({name: tensor.to(dtype) for name, tensor in held.items()})
     writer.add(base_buffers(planned, model))
     writer.close()
     return writer.shapes

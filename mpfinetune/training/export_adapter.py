@@ -20,9 +20,9 @@ from mpfinetune.models.adapters import base_facts, merge_adapters, write_adapter
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule, StageSpan
 from mpfinetune.strategies.build import build_stage
-from mpfinetune.training.checkpoint import read_tensors
 from mpfinetune.training.export_folder import ShardWriter, base_buffers, base_folder, empty_model, new_folder, write_config_files
 from mpfinetune.training.prepare import PlannedRun
+from mpfinetune.training.tensor_files import read_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -22,7 +22,7 @@ from mpfinetune.reports.console import Reporter
 from mpfinetune.reports.tracking import Tracker
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.full_precision import FullPrecisionForward
-from mpfinetune.training.checkpoint import RunState, check_identity, complete_checkpoints, load_into, prune, read_state, save_checkpoint, tensors_of
+from mpfinetune.training.checkpoint import RunState, check_identity, complete_checkpoints, load_into, prune, read_state, save_checkpoint, streams_of
 from mpfinetune.training.evaluate import evaluate
 from mpfinetune.training.leaks import LeakWatch, memory_of_ranks
 from mpfinetune.training.learning_rate import learning_rate
@@ -136,7 +136,7 @@ class Trainer:
         scale = self.update.scale_state()
         if scale is not None:
             self.state.loss_scale, self.state.updates_at_loss_scale = scale
-        saved = save_checkpoint(self.checkpoints, self.state, tensors_of(self.strategy), self.strategy.context)
+        saved = save_checkpoint(self.checkpoints, self.state, streams_of(self.strategy), self.strategy.context)
         if self.strategy.context.rank == 0:
             prune(self.checkpoints, self.config.checkpoint.keep, saved)
         self.reporter.say(f"saved {saved}")

@@ -87,5 +87,5 @@ def _record(trainer: Trainer) -> list[dict[str, Any]]:
 def _snapshot(trainer: Trainer) -> dict[str, Tensor]:
     """Weights, masters and optimizer states."""
     weights = {f"weight {name}": p for name, p in trainer.strategy.named_parameters().items()}
-    masters = {f"master {name}": tensor for name, tensor in trainer.update.weight_tensors().items()}
-    return {name: tensor.detach().clone() for name, tensor in {**weights, **masters, **trainer.update.state_tensors()}.items()}
+    masters = {f"master {name}": tensor for name, tensor in trainer.update.weight_stream()}
+    return {name: tensor.detach().clone() for name, tensor in {**weights, **masters, **dict(trainer.update.state_stream())}.items()}

@@ -17,10 +17,11 @@ from mpfinetune.config import load_config
 from mpfinetune.dist import DistContext, make_context
 from mpfinetune.errors import UserError
 from mpfinetune.reports.console import Reporter
-from mpfinetune.training import checkpoint, run, shared_folder
+from mpfinetune.training import checkpoint, run, shared_folder, tensor_files
 from mpfinetune.training.checkpoint import RankTensors, RunState, save_checkpoint
 from mpfinetune.training.loop import Trainer
 from mpfinetune.training.prepare import PreparedRun, plan_run, prepare_run
+from tests.checkpoints import streams
 from tests.oom_injection import out_of_memory_at
 
 
@@ -60,13 +61,13 @@ def save_with_fault(folder: str, fault: str, faulty_rank: int) -> str | None:
     """Two checkpoints of a small tensor, the second while ``fault`` fails on one rank with a full disk; returns the message."""
     context = make_context(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.get_world_size(), timedelta(seconds=60))
     tensors = RankTensors({f"weight{context.rank}": torch.ones(4)}, {f"weight{context.rank}/step": torch.ones(())})
-    save_checkpoint(Path(folder), RunState(step=1), tensors, context)
+    save_checkpoint(Path(folder), RunState(step=1), streams(tensors), context)
     full = OSError(errno.ENOSPC, "No space left on device")
-    owner: Any = {"mkdir": Path}.get(fault, checkpoint)
+    owner: Any = {"mkdir": Path, "_write_tensors": tensor_files}.get(fault, checkpoint)
     broken = mock.patch.object(owner, fault, side_effect=full) if context.rank == faulty_rank else contextlib.nullcontext()
     try:
         with broken:
-            save_checkpoint(Path(folder), RunState(step=2), tensors, context)
+            save_checkpoint(Path(folder), RunState(step=2), streams(tensors), context)
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -12,7 +12,7 @@ from mpfinetune.data.batches import GlobalBatch
 from mpfinetune.models.architecture import construct_model
 from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.full_precision import FullPrecisionForward
-from mpfinetune.training.checkpoint import tensors_of
+from tests.checkpoints import tensors_of
 from tests.families import task_of
 from tests.multiproc.training_cases import Problem, build, hf_config_of, make_batches, run_config
 

@@ -162,7 +162,7 @@ def compare(family: str, changes: dict[str, Any]) -> tuple[Numbers, Numbers]:
 def peak_of_passes(strategy: Strategy, batch: GlobalBatch) -> int:
     """Most bytes of real tensors alive at once, beside weights, states and the batch."""
     assert strategy.update is not None
-    outside = [*strategy.named_parameters().values(), *strategy.update.state_tensors().values(), *strategy.update.weight_tensors().values()]
+    outside = [*strategy.named_parameters().values(), *dict(strategy.update.state_stream()).values(), *dict(strategy.update.weight_stream()).values()]
     for stage in strategy.stages.values():
         outside += list(stage.buffers())
     for parameter in strategy.named_parameters().values():

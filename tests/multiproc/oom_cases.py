@@ -75,4 +75,4 @@ def train_without_retry(problem: Problem, changes: dict[str, Any], injection: In
 
 def weights_of(strategy: Strategy) -> dict[str, torch.Tensor]:
     assert strategy.update is not None
-    return {name: tensor.detach().float().clone() for name, tensor in strategy.update.weight_tensors().items()}
+    return {name: tensor.detach().float().clone() for name, tensor in strategy.update.weight_stream()}

@@ -35,10 +35,11 @@ from mpfinetune.strategies import base as strategy_base
 from mpfinetune.strategies import pipeline, zero
 from mpfinetune.strategies.base import StepOutcome, Strategy
 from mpfinetune.strategies.build import build_stage, build_strategy
-from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, tensors_of
+from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, streams_of
 from mpfinetune.training.loss import loss_sum_for
 from mpfinetune.training.optim import attach_update
 from mpfinetune.training.packed_rows import refuse_rows_that_mix
+from tests.checkpoints import tensors_of
 from tests.families import VOCAB_SIZE, task_of, tiny_config
 
 LR, WEIGHT_DECAY, CLIP_NORM, SEED = 1e-3, 0.1, 0.5, 7
@@ -233,7 +234,7 @@ def train(
         load_into(strategy, Path(resume))
     result = run_updates(strategy, problem, updates, poison, stop_rank)
     if save is not None:
-        save_checkpoint(Path(save), RunState(step=len(result["losses"])), tensors_of(strategy), strategy.context)
+        save_checkpoint(Path(save), RunState(step=len(result["losses"])), streams_of(strategy), strategy.context)
     return result
 
 
@@ -314,7 +315,7 @@ def error_of_packed_rows(problem: Problem, changes: dict[str, Any]) -> str:
 
 def train_from_small_groups(**arguments: Any) -> dict[str, Any]:
     """As ``train``, but a checkpoint is read one parameter at a time."""
-    with mock.patch.object(strategy_base, "_LOADING_BYTES", 1):
+    with mock.patch.object(strategy_base, "CHECKPOINT_BYTES_AT_ONCE", 1):
         return train(**arguments)
 
 

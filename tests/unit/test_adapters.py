@@ -22,7 +22,7 @@ from mpfinetune.planning.plan import World, make_plan
 from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.build import build_stage
 from mpfinetune.training import export_adapter as exports
-from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, tensors_of
+from mpfinetune.training.checkpoint import RunState, load_into, save_checkpoint, streams_of
 from mpfinetune.training.export import export_checkpoint
 from mpfinetune.training.forecast import Forecast
 from mpfinetune.training.prepare import PlannedRun
@@ -169,7 +169,7 @@ def train_and_save(problem: Problem, base: Path, updates: int = 3, start: Path |
         load_into(strategy, start)
     for batch in make_batches(problem)[first:updates]:
         strategy.train_step(batch, 1e-2)
-    return strategy, save_checkpoint(base.parent / "checkpoints", RunState(step=updates), tensors_of(strategy), ALONE)
+    return strategy, save_checkpoint(base.parent / "checkpoints", RunState(step=updates), streams_of(strategy), ALONE)
 
 
 def sample(problem: Problem) -> dict[str, Tensor]:
@@ -239,7 +239,7 @@ def test_merge_without_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_holds_what_learns_and_resumes_exactly(tmp_path: Path) -> None:
-    from mpfinetune.training.checkpoint import read_tensors
+    from mpfinetune.training.tensor_files import read_tensors
 
     problem = adapter_problem("bert", quantize="nf4", optimizer={"name": "adamw_8bit", "lr": 1e-2})
     base = tmp_path / "base"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from mpfinetune.dist import DistContext
 from mpfinetune.errors import CheckpointError
-from mpfinetune.training import checkpoint
+from mpfinetune.training import checkpoint, tensor_files
 from mpfinetune.training.checkpoint import (
     RankTensors,
     RunState,
@@ -30,6 +31,7 @@ from mpfinetune.training.checkpoint import (
     restore,
     save_checkpoint,
 )
+from tests.checkpoints import streams
 from tests.multiproc.layouts import LOCAL
 from tests.multiproc.training_cases import Problem, train, train_from_small_groups
 
@@ -42,7 +44,7 @@ def tensors(elements: int = 6) -> RankTensors:
 
 
 def save(folder: Path, step: int, score: float | None = None, elements: int = 6) -> Path:
-    return save_checkpoint(folder, RunState(step=step, score=score, identity={"optimizer.name": "adamw"}), tensors(elements), ALONE)
+    return save_checkpoint(folder, RunState(step=step, score=score, identity={"optimizer.name": "adamw"}), streams(tensors(elements)), ALONE)
 
 
 def names(folder: Path) -> list[str]:
@@ -57,6 +59,27 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert set(found.weights) == {"a.weight"} and set(found.states) == {"a.weight/exp_avg", "a.weight/step"}
     assert torch.equal(found.weights["a.weight"], tensors().weights["a.weight"])
     assert torch.equal(found.states["a.weight/step"], torch.tensor(3.0))
+
+
+def test_tensors_are_written_as_they_come_and_few_are_held_at_a_time(tmp_path: Path) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most: list[int] = []
+
+    def made(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(count):
+            tensor = torch.full((100,), float(index))
+            alive.add(tensor)
+            most.append(sum(tensor.nbytes for tensor in alive))
+            yield f"weight{index}", tensor
+            del tensor
+
+    with mock.patch.object(tensor_files, "CHECKPOINT_BYTES_AT_ONCE", 1000):
+        saved = save_checkpoint(tmp_path, RunState(step=1), {"weights": made(9), "optimizer": []}, ALONE)
+    assert max(most) == 1200, "two of 400 bytes, and the one that comes next"
+    last = [f"weights-00000-of-00001{number}.safetensors" for number in (".1", ".2", ".3", ".4", "")]
+    assert names(saved) == ["optimizer-00000-of-00001.safetensors", "state.json", *last]
+    found = restore(saved, {f"weight{index}": (100,) for index in range(9)}).weights
+    assert [float(found[f"weight{index}"][0]) for index in range(9)] == list(range(9)) and find_checkpoint(tmp_path, "auto")[0] == saved
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
@@ -93,7 +116,8 @@ def test_a_file_that_cannot_grow_leaves_the_old_checkpoint_and_no_part_of_the_ne
 def test_whatever_fails_while_saving_leaves_the_old_checkpoint(tmp_path: Path, failing: str) -> None:
     save(tmp_path, 1)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(checkpoint, failing, side_effect=full), pytest.raises(CheckpointError, match="No space left on device"):
+    owner = tensor_files if failing == "_write_tensors" else checkpoint
+    with mock.patch.object(owner, failing, side_effect=full), pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
 

@@ -18,6 +18,7 @@ from mpfinetune.models.facts import ModelFacts, inspect_model
 from mpfinetune.models.fake_kernels import CudaAttention
 from mpfinetune.models.fake_run import Ledger
 from mpfinetune.models.stage import StageSpan
+from mpfinetune.planning import host_memory
 from mpfinetune.planning.activations import stage_cost, step_peak
 from mpfinetune.planning.engines import engine_lines
 from mpfinetune.planning.host_memory import rounded_up
@@ -267,7 +268,7 @@ def test_stage_2_pins_each_parameter_s_sum_and_one_replica_of_a_rank_writes() ->
     pinned_alone = (4 * own, 4 * own, 2 * own, *(2 * size for size in sizes))
     expected = (8 + 2 + 2) * own + 2 * largest + sum(rounded_up(size) - size for size in pinned_alone)
     assert memory_of(plan).host_pinned_bytes == (expected,)
-    assert memory_of(plan).fullest_host_bytes == 2 * (expected + 8 * own + 2 * GIB + 6 * largest) + 12 * count
+    assert memory_of(plan).fullest_host_bytes == 2 * (expected + 8 * own + 2 * GIB + 6 * largest) + 8 * count
 
 
 def test_without_an_engine_a_card_s_checkpoint_passes_through_the_host_one_file_at_a_time() -> None:
@@ -279,6 +280,17 @@ def test_without_an_engine_a_card_s_checkpoint_passes_through_the_host_one_file_
     assert plan.replicas == 2 and memory_of(plan).host_pageable_bytes == tuple(process + size for size in moments)
     assert memory_of(plan).fullest_host_bytes == 4 * process + sum(moments)
     assert memory_of(sgd).fullest_host_bytes == 4 * process + sum(weights)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_large_checkpoint_passes_through_the_host_a_piece_at_a_time(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: dict[str, Any] = {"strategy": "zero", "zero": {"stage": stage}} if stage else {"strategy": "local"}
+    world = World("cuda", 2, 2) if stage else World("cuda", 1, 1)
+    whole = memory_of(planned(world, **changes)).fullest_host_bytes
+    monkeypatch.setattr(host_memory, "CHECKPOINT_BYTES_AT_ONCE", 100)
+    pieces = memory_of(planned(world, **changes)).fullest_host_bytes
+    sizes = [part.numel for part in facts_of("llama").parameters.values()]
+    assert whole - pieces == 8 * sum(sizes) - (100 + 4 * max(sizes))
 
 
 def test_inputs_that_recompute_offloads_are_those_of_the_schedule_s_microbatches() -> None:

@@ -114,10 +114,9 @@ def test_states_of_another_setting_are_refused() -> None:
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     from mpfinetune.dist import DistContext
-    from mpfinetune.training.checkpoint import RankTensors
 
     saved = save_checkpoint(
-        tmp_path, RunState(identity={"optimizer.name": "adamw_8bit"}), RankTensors({}, {}), DistContext(0, 1, torch.device("cpu"))
+        tmp_path, RunState(identity={"optimizer.name": "adamw_8bit"}), {"weights": [], "optimizer": []}, DistContext(0, 1, torch.device("cpu"))
     )
     with pytest.raises(CheckpointError, match=r"optimizer.name was 'adamw_8bit' and is 'adamw'"):
         check_identity(saved, {"optimizer.name": "adamw"})
