@@ -209,7 +209,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(facts: ModelFacts, 
 
 def json_of(facts: ModelFacts, deepspeed: dict[str, Any], **changes: Any) -> dict[str, Any]:
     config = config_of(strategy="zero", deepspeed=deepspeed, **changes)
-    return engine_config(config, make_plan(config, facts, World("cpu", 2, 2)))
+    return engine_config(config, facts, make_plan(config, facts, World("cpu", 2, 2)))
 
 
 def test_json_comes_from_the_config(facts: ModelFacts) -> None:
