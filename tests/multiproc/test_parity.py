@@ -30,6 +30,7 @@ from tests.multiproc.layouts import (
     SHAPES_OF_BLOCK_KIND,
     WHOLE_BLOCKS,
     product_problem,
+    split_for_good,
     zero,
 )
 from tests.multiproc.rank_pool import RankPool
@@ -70,11 +71,6 @@ class Column:
 
     def problem_of(self, family: str) -> Problem:
         return replace(Problem(family) if self.adapter is None else adapter_problem(family, **self.adapter), **self.problem)
-
-
-def split_for_good(**offload: str) -> dict[str, Any]:
-    """ZeRO-3 that keeps no parameter whole between its uses, as it would all of a small model's."""
-    return {**zero(3, **offload), "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
 
 
 def by_map(*stages: str) -> dict[str, Any]:
@@ -184,7 +180,9 @@ COLUMNS: dict[str, Column] = {
     ),
     "zero_3_rslora": Column(("gpt2",), split_for_good(), adapter={"adapter": {"type": "rslora", "rank": 4, "alpha": 8}}),
     "zero_3_dora_recompute": Column(
-        ("bert",), {**split_for_good(optimizer="cpu", parameters="cpu"), "recompute": "full"}, adapter={"adapter": {"type": "dora", "rank": 4}}
+        ("bert",),
+        {**split_for_good(optimizer="cpu", parameters="cpu"), "recompute": "full"},
+        adapter={"adapter": {"type": "dora", "rank": 4, "targets": ["query", "value"]}},
     ),
     # Layers with an input of their own: stage 3 adds up the gradients of an input that several share in another order, and bf16 rounds each sum.
     "zero_3_lora_bf16_frozen_ends": Column(
