@@ -111,7 +111,7 @@ def add_adapters(stage: StageModule, facts: ModelFacts, adapter: AdapterConfig, 
     The adapters are in fp32 whatever the base's type, so that small updates are not rounded away. Each is drawn from a random stream
     of its own, whatever the split.
     """
-    own = sorted(name for name in facts.adapted if _is_own(stage, facts, name))
+    own = _own_layers(stage, facts)
     if not own:
         return
     inject_adapters(stage.model, facts, adapter, own)
@@ -126,6 +126,13 @@ def add_adapters(stage: StageModule, facts: ModelFacts, adapter: AdapterConfig, 
             weight.copy_(drawn)
 
 
+def add_empty_adapters(stage: StageModule, facts: ModelFacts, adapter: AdapterConfig) -> None:
+    """The same modules on a stage whose weights are on meta, where the adapters' are then, too."""
+    own = _own_layers(stage, facts)
+    if own:
+        _inject_on_meta(stage.model, facts, adapter, own)
+
+
 def inject_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterConfig, layers: list[str]) -> None:
     """Wrap the named layers in peft's, the adapters in fp32."""
     import peft
@@ -137,17 +144,21 @@ def inject_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterConfig,
 
 def inject_fake_adapters(model: nn.Module, facts: ModelFacts, adapter: AdapterConfig, layers: list[str], fake: FakeTensorMode) -> None:
     """The same for a model of fake tensors, which peft's own cast to the base's type cannot handle: made on meta, then fake in fp32."""
-    import peft
-
     with warnings.catch_warnings():
         # Stand-ins of quantised layers are plain ones, for which peft puts gpt2's fan_in_fan_out right with a warning.
         warnings.simplefilter("ignore", UserWarning)
         # Outside the mode, where meta is no fake device.
-        peft.inject_adapter_in_model(_lora_config(facts, adapter, layers), model, low_cpu_mem_usage=True)
+        _inject_on_meta(model, facts, adapter, layers)
     for name, parameter in _adapter_parameters(model, layers).items():
         owner, _, leaf = name.rpartition(".")
         with fake:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32)))
+
+
+def _inject_on_meta(model: nn.Module, facts: ModelFacts, adapter: AdapterConfig, layers: list[str]) -> None:
+    import peft
+
+    peft.inject_adapter_in_model(_lora_config(facts, adapter, layers), model, low_cpu_mem_usage=True)
 
 
 def _adapter_parameters(model: nn.Module, layers: list[str]) -> dict[str, nn.Parameter]:
@@ -163,6 +174,10 @@ def _block(facts: ModelFacts, name: str) -> int:
     block = facts.parameters[f"{name}.weight"].block
     assert block is not None
     return block
+
+
+def _own_layers(stage: StageModule, facts: ModelFacts) -> list[str]:
+    return sorted(name for name in facts.adapted if _is_own(stage, facts, name))
 
 
 def _is_own(stage: StageModule, facts: ModelFacts, name: str) -> bool:

@@ -42,7 +42,7 @@ def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: 
             "one process, which goes on with strategy zero: torchrun --nproc_per_node 1 -m mpfinetune train CONFIG"
         )
     if strategy == "pipeline" and cards > 1 and one_card and world.world_size in (None, 1):
-        found = fall_back(config, cards, world.device_type, world.device_bytes, needed)
+        found = fall_back(config, cards, world.device_type, world.device_bytes, needed, bool(_narrow_beside_adapters(config, facts)))
         choice = EngineChoice(found.strategy, found.zero_stage, found.offload_optimizer, found.offload_parameters, notes=(found.note,))
     elif strategy == "zero":
         choice = EngineChoice("zero", config.zero.stage, config.offload.optimizer, config.offload.parameters)
@@ -51,9 +51,17 @@ def choose_engine(config: RunConfig, facts: ModelFacts, world: World, strategy: 
     else:
         choice = EngineChoice(strategy, notes=_unused_stages(config))
     _check(choice, config, world)
-    if choice.zero_stage and config.adapter.type != "none" and config.precision != "fp32":
-        _check_all_learn_in_fp32(config, facts)
+    if choice.zero_stage:
+        _check_all_learn_in_fp32(choice, config, facts)
     return choice
+
+
+def engine_precision(facts: ModelFacts, precision: str) -> str:
+    """Of an engine in a run of this precision: that of all that learns. Adapters are fp32, and beside them nothing may learn in less.
+
+    Of the run, not of what one rank holds: ranks with other engines would not meet in the same exchanges.
+    """
+    return "fp32" if facts.adapted else precision
 
 
 def _unused_stages(config: RunConfig) -> tuple[str, ...]:
@@ -67,13 +75,20 @@ def _unused_stages(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _check_all_learn_in_fp32(config: RunConfig, facts: ModelFacts) -> None:
-    """An engine has one type for all that learns; adapters are held in fp32 and would be rounded to that of the rest."""
-    rest = sorted(learning_names(config, facts) - facts.adapter_names)
+def _narrow_beside_adapters(config: RunConfig, facts: ModelFacts) -> list[str]:
+    """What learns in less than fp32 beside adapters, which an engine with its one type for all that learns would round."""
+    if config.adapter.type == "none" or config.precision == "fp32":
+        return []
+    return sorted(learning_names(config, facts) - facts.adapter_names)
+
+
+def _check_all_learn_in_fp32(choice: EngineChoice, config: RunConfig, facts: ModelFacts) -> None:
+    rest = _narrow_beside_adapters(config, facts)
     if rest:
+        asked = "strategy: zero" if choice.strategy == "zero" else "offload.optimizer: cpu"
         raise ConfigError(
-            f"offload.optimizer: cpu given with adapters in fp32, while {', '.join(rest[:3])} learns in {config.precision}: DeepSpeed's engine "
-            "would round the adapters; set precision: fp32, freeze it (frozen), or take offload.optimizer: none"
+            f"{asked} given with adapters in fp32, while {', '.join(rest[:3])} learns in {config.precision}: DeepSpeed's engine "
+            "would round the adapters; set precision: fp32, freeze it (frozen), or take strategy: pipeline with offload.optimizer: none"
         )
 
 

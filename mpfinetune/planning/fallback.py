@@ -29,12 +29,15 @@ def one_card_only(device_type: str, visible_devices: int, devices: int | None) -
     return visible_devices == 1 and (device_type == "cuda" or devices == 1)
 
 
-def fall_back(config: RunConfig, meant: int, device_type: str, device_bytes: int | None, needed: NeededBytes | None) -> OneCard:
+def fall_back(
+    config: RunConfig, meant: int, device_type: str, device_bytes: int | None, needed: NeededBytes | None, learns_in_two_types: bool
+) -> OneCard:
     """The decision for a run meant for ``meant`` cards.
 
     Args:
         device_bytes: memory of the card; None: not known.
         needed: asked only where the card's memory is known; None: the plan predicts no memory.
+        learns_in_two_types: as fp32 adapters beside a head in bf16 do.
 
     Raises:
         LaunchError: ``fallback: never``.
@@ -45,11 +48,16 @@ def fall_back(config: RunConfig, meant: int, device_type: str, device_bytes: int
             f"{found}, and fallback: never forbids to go on with one. Make {meant} visible and start it with: torchrun --nproc_per_node {meant} "
             "-m mpfinetune train CONFIG; or start it on this one with: mpfinetune train CONFIG fallback=auto"
         )
-    # The engine knows one update rule and whole weights; an adapter has hardly an optimizer to offload; DeepSpeed has no fp16 on the CPU.
-    other = config.optimizer.name != "adamw" or config.quantize != "none" or config.adapter.type != "none"
-    if other or (config.precision == "fp16" and device_type == "cpu"):
-        return OneCard("local", 0, "none", "none", f"{found}: going on there with strategy local, with the same global batch and numbers")
+    local = OneCard("local", 0, "none", "none", f"{found}: going on there with strategy local, with the same global batch and numbers")
+    # The engine knows one update rule and one type of what learns, and would split no quantised weights; DeepSpeed has no fp16 on the CPU.
+    adapted = config.adapter.type != "none"
+    if config.optimizer.name != "adamw" or config.quantize != "none" or learns_in_two_types:
+        return local
+    if config.precision == "fp16" and (adapted or device_type == "cpu"):
+        return local
     stage, optimizer, weights = _offload_for(config, device_bytes, needed)
+    if adapted and (device_bytes is None or needed is None or (optimizer, weights) == ("none", "none")):
+        return local  # an adapter has hardly an optimizer to offload; the engine is for a base that does not fit
     where = {"none": "on the card", "cpu": "in host memory", "nvme": "on disk"}
     size = "" if device_bytes is None else f"; the card has {device_bytes / _GIB:.1f} GiB"
     note = (

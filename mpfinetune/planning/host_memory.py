@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mpfinetune.config import RunConfig
 from mpfinetune.models.facts import ModelFacts
+from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.memory_plan import CHECKPOINT_BYTES_AT_ONCE, GIB, MIB, CardMemory
 from mpfinetune.planning.plan import Plan, RankPlan
 from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, weight_bytes
@@ -28,6 +29,7 @@ class HostNeeds:
 def host_needs(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan, cards: Sequence[CardMemory]) -> HostNeeds:
     """What the process of a rank needs; ``cards`` are its own."""
     largest = max((part.numel for part in facts.parameters.values()), default=0)
+    leaving = max(_learning_elements(config, facts, plan, row), default=0)
     offloaded = row.host_bytes + row.host_buffer_bytes
     inputs = _offloaded_inputs(config, facts, plan, row, {stage: count for card in cards for stage, count in card.in_flight})
     saving = _saved_at_once(config, facts, plan, row)
@@ -36,7 +38,7 @@ def host_needs(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan, 
         room = sum(card.peak.total_bytes - card.phase("save").total_bytes for card in cards)
         saving = max(0, saving - room)
         return HostNeeds(0, PROCESS_BYTES["cpu"] + offloaded + inputs, saving)
-    moving = TYPE_BYTES[plan.precision] * largest if plan.offload_optimizer != "none" else 0
+    moving = TYPE_BYTES[engine_precision(facts, plan.precision)] * leaving if plan.offload_optimizer != "none" else 0
     moments = _host_moments(config, facts, plan, row)
     pinned = offloaded - moments + moving + sum(rounded_up(size) - size for size in _pinned_tensors(config, facts, plan, row))
     # A weight is read, cast and quantised one by one; on the CPU there is room for it before gradients and states come.
@@ -90,7 +92,7 @@ def _saved_at_once(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPl
     copied = learning = _held_names(facts, plan, row) & learning_names(config, facts)
     states = 8 * facts.numel(learning) if plan.zero_stage else row.optimizer_bytes - row.master_bytes
     weights = 4 * facts.numel(learning)
-    if plan.zero_stage == 3:  # what does not learn is in parts, too
+    if plan.zero_stage == 3 and not facts.adapted:  # what does not learn is in parts, too; of an adapter run it is not saved
         copied = _held_names(facts, plan, row)
         weights += weight_bytes(config, facts, copied - learning)
     largest = max((facts.parameters[name].numel for name in copied), default=0)

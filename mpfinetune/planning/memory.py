@@ -15,6 +15,7 @@ from mpfinetune.models.costs import ModelCosts
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.recompute import recomputed_blocks
 from mpfinetune.planning.activations import StageCost, StepPeak, stage_cost, step_peak
+from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.host_memory import host_needs
 from mpfinetune.planning.memory_plan import MIB, CardMemory, MemoryPlan, PhaseMemory
 from mpfinetune.planning.plan import Plan, World
@@ -130,7 +131,7 @@ def card_memory(
             evaluation += sum(_leaving(plan, costs, stage) * plan.microbatches for stage in stages)
     known = card_bytes[rank * _devices(plan) + device] if len(card_bytes) > rank * _devices(plan) + device else None
     on_card = plan.device_type == "cuda"
-    phases = _phases(config, plan, static, step, evaluation, buffers)
+    phases = _phases(plan, static, step, evaluation, buffers, _engine_bytes(config, facts, plan, static))
     moving = max(phase.activation_bytes + phase.workspace_bytes for phase in phases)
     return CardMemory(
         rank=rank,
@@ -218,10 +219,9 @@ def _buffers(config: RunConfig, plan: Plan, costs: ModelCosts, stages: list[int]
     return own + min(lengths * own // 2, CACHED_BUFFER_BYTES)
 
 
-def _phases(config: RunConfig, plan: Plan, static: _Static, step: StepPeak, evaluation: int, buffers: int) -> tuple[PhaseMemory, ...]:
+def _phases(plan: Plan, static: _Static, step: StepPeak, evaluation: int, buffers: int, engine: int) -> tuple[PhaseMemory, ...]:
     kept = min(step.most_kept_bytes, step.activation_bytes + step.workspace_bytes)
     passing = step.activation_bytes + step.workspace_bytes - kept
-    engine = _engine_bytes(plan, static)
     # torch's AdamW over lists of tensors makes one copy of their size, on the CPU one of the largest tensor's.
     update = 0
     if plan.offload_optimizer == "none":
@@ -241,13 +241,14 @@ def _phases(config: RunConfig, plan: Plan, static: _Static, step: StepPeak, eval
     )
 
 
-def _engine_bytes(plan: Plan, static: _Static) -> int:
+def _engine_bytes(config: RunConfig, facts: ModelFacts, plan: Plan, static: _Static) -> int:
     """DeepSpeed's own buffers on the card: the bucket that gradients go through, the largest gradient on its way to the host, gathered weights."""
     if not plan.zero_stage:
         return 0
-    size = TYPE_BYTES[plan.precision]
-    moving = size * static.largest if plan.offload_optimizer != "none" else 0
-    gathered = size * min(plan.total_parameters, LIVE_PARAMETERS) if plan.zero_stage == 3 else 0
+    moving = TYPE_BYTES[engine_precision(facts, plan.precision)] * static.largest if plan.offload_optimizer != "none" else 0
+    gathered = 0
+    if plan.zero_stage == 3:
+        gathered = min(weight_bytes(config, facts, {*map(facts.canonical_name, facts.parameters)}), TYPE_BYTES[plan.precision] * LIVE_PARAMETERS)
     return BUCKET_BYTES + moving + gathered
 
 

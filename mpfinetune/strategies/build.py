@@ -9,7 +9,7 @@ import torch
 
 from mpfinetune.config import RunConfig
 from mpfinetune.dist import DistContext
-from mpfinetune.models.adapters import add_adapters
+from mpfinetune.models.adapters import add_adapters, add_empty_adapters
 from mpfinetune.models.architecture import TORCH_DTYPES, construct_model, parameters_on_meta
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.load import DeviceOf, load_stage
@@ -74,6 +74,7 @@ def _build_partitioned_stage(
     with parameters_on_meta():
         model = construct_model(hf_config, config.model.task, config.model.attention, TORCH_DTYPES[config.precision])
     stage = StageModule(model, facts, plan.spans[0])
+    add_empty_adapters(stage, facts, config.adapter)
 
     def build_part(span: StageSpan) -> tuple[StageModule, list[str]]:
         return build_stage(config, hf_config, facts, span, context.device, folder)

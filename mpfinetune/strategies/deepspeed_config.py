@@ -10,6 +10,8 @@ from typing import Any
 
 from mpfinetune.config import RunConfig
 from mpfinetune.errors import ConfigError
+from mpfinetune.models.facts import ModelFacts
+from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.plan import Plan
 
 # DeepSpeed's default of 5e8 elements would be a buffer of 2 GB on the card.
@@ -44,16 +46,13 @@ OWNED: dict[str, str] = {
 }
 
 
-def engine_config(config: RunConfig, plan: Plan, precision: str | None = None) -> dict[str, Any]:
+def engine_config(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str, Any]:
     """The JSON of this run's engines.
-
-    Args:
-        precision: of the weights that learn; default: the run's. Adapters are fp32 whatever the model's weights are.
 
     Raises:
         ConfigError: a key of ``deepspeed`` contradicts the config; every one is named, with both keys and values.
     """
-    ours = _generated(config, plan, precision or plan.precision)
+    ours = _generated(config, plan, engine_precision(facts, plan.precision))
     problems: list[str] = []
     _merge(ours, config.deepspeed, "", plan, problems)
     if problems:

@@ -23,6 +23,7 @@ from mpfinetune.config import OptimizerConfig, RunConfig
 from mpfinetune.dist import DistContext, choose_backend
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.trainable import decays
+from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.strategies.deepspeed_ops import choose_accelerator
@@ -107,8 +108,7 @@ class DeepSpeedUpdate:
         self._gradients_are_checked = False
         self._reached: set[str] = set()
         self._watches = [parameter.register_hook(partial(self._note_gradient, name)) for name, parameter in self._learning.items()]
-        # Of the run, not of what this rank holds: ranks with other engines would not meet in the same exchanges. Adapters are fp32.
-        self._precision = "fp32" if self.in_place and strategy.facts.adapted else self.plan.precision
+        self._precision = engine_precision(strategy.facts, self.plan.precision)
         groups, placeholders = self._groups(config.optimizer)
         self._placeholders = placeholders
         self.gradient_bytes = 0
@@ -118,7 +118,7 @@ class DeepSpeedUpdate:
             model=module,
             optimizer=_optimizer(groups, config.optimizer, self.plan.offload_optimizer),
             mpu=strategy.process_map if hasattr(strategy, "process_map") else ProcessMap(strategy.context),
-            config=engine_config(config, self.plan, self._precision),
+            config=engine_config(config, strategy.facts, self.plan),
             dist_init_required=False,
         )
         self.zero: Any = self.engine.optimizer
@@ -235,10 +235,9 @@ class DeepSpeedUpdate:
             parameter.grad = None
 
     def weight_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of this rank that learn, and what stage 3 has in parts, whole and in full precision, on the CPU of the first replica.
+        """The weights of this rank that learn, and of stage 3 what else a checkpoint holds, whole and unrounded, on the CPU of the first replica.
 
-        They are gathered one by one, so every replica must go through to the end. What is whole on the host already is no copy: the next
-        update changes it.
+        Gathered one by one, so every replica must go to the end. What is whole on the host already is no copy: the next update changes it.
         """
         return self._stream(None)
 
@@ -330,8 +329,9 @@ class DeepSpeedUpdate:
             if self.strategy.context.replica == 0:
                 yield name, whole.detach().to("cpu").reshape(whole_shape(parameter))
         if key is None:
+            saved = self.strategy.saved_names()
             for name, parameter in self._parameters.items():
-                if not parameter.requires_grad and hasattr(parameter, "ds_id"):  # stage 3 has parts of what does not learn, too
+                if name in saved and not parameter.requires_grad and hasattr(parameter, "ds_id"):  # stage 3 has parts of what does not learn, too
                     with gathered(parameter):
                         if self.strategy.context.replica == 0:
                             yield name, parameter.detach().to("cpu", copy=True)

@@ -17,6 +17,7 @@ from mpfinetune.dist import DistContext
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule, StageSpan, part_spans
+from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.base import LossSum, Observer, Strategy
 from mpfinetune.strategies.deepspeed_config import engine_config
@@ -92,9 +93,9 @@ def build_partitioned(
             deepspeed.zero.Init(
                 module=nn.ParameterList(taken.values()),
                 data_parallel_group=context.replica_group,
-                config_dict_or_path=engine_config(config, plan),
+                config_dict_or_path=engine_config(config, facts, plan),
                 mpu=ProcessMap(context),
-                dtype=TORCH_DTYPES[config.precision],
+                dtype=TORCH_DTYPES[engine_precision(facts, config.precision)],
             )
         else:
             first.convert_to_zero_parameters(param_list=list(taken.values()))
@@ -110,10 +111,10 @@ def take_over(whole: nn.Module, part: nn.Module, facts: ModelFacts) -> dict[str,
     """
     taken: dict[str, nn.Parameter] = {}
     for name, parameter in part.named_parameters():
-        canonical = facts.canonical_name(name)
-        if whole.get_parameter(canonical).is_meta:
-            _set(whole, canonical, parameter)
-            taken[canonical] = parameter
+        place = next((names[0] for names in facts.tied_names if name in names), name)
+        if whole.get_parameter(place).is_meta:
+            _set(whole, place, parameter)
+            taken[facts.canonical_name(name)] = parameter
     for name, buffer in part.named_buffers():
         owner, _, leaf = name.rpartition(".")
         module = whole.get_submodule(owner)

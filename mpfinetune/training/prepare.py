@@ -138,7 +138,7 @@ def _planned(forecast: Forecast, with_memory: bool, for_hardware: bool) -> Plan:
     config, facts, world = forecast.config, forecast.facts, forecast.world
     plan = make_plan(config, facts, world, forecast.knowledge())
     if plan.zero_stage:
-        engine_config(config, plan)  # expert keys that contradict the config are said now
+        engine_config(config, facts, plan)  # expert keys that contradict the config are said now
     if with_memory:
         elsewhere = for_hardware and bool(config.hardware)
         plan = plan_with_memory(config, facts, plan, world, lambda: forecast.meter, None if elsewhere else host_memory_bytes())

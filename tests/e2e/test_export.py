@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -131,6 +132,20 @@ def test_persistent_buffers_are_in_the_export(work: Workspace, two_ranks: RankPo
     # What the run itself scored with.
     plain = plain_evaluation(model, Workspace({"llama": base}, work.data, work.folder), "llama")
     assert evaluations(work.run_dir())[2]["loss"] == pytest.approx(plain["loss"], abs=TOLERANCE, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_trained_by_an_engine_is_one_of_peft(work: Workspace, two_ranks: RankPool, stage: int) -> None:
+    changes = {"strategy": "zero", "zero": {"stage": stage}, "adapter": {"type": "lora", "rank": 4}, "optimizer.lr": 1e-2, "train.max_steps": 2}
+    two_ranks.run(TRAIN_CASE, {"config": str(work.config("llama", **changes))})
+    folder, base = work.run_dir() / "export", load(work.models["llama"], "causal_lm")
+    before = logits(base)
+    model = PeftModel.from_pretrained(base, folder)
+    assert (logits(model) - before).abs().max() > 1e-3, "nothing was trained"
+    (written,) = checkpoint_of(work.run_dir(), 2).glob("weights-*")
+    assert stored_names(folder) == {f"base_model.model.{name}" for name in load_file(written)}, "only the adapter is saved"
+    said, plain = evaluations(work.run_dir())[2], plain_evaluation(model, work, "llama")
+    assert {name: said[name] for name in plain} == pytest.approx(plain, abs=TOLERANCE, rel=TOLERANCE)
 
 
 def test_generation_settings_of_the_base_model_are_kept(work: Workspace) -> None:

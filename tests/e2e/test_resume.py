@@ -92,13 +92,21 @@ def test_a_run_goes_on_under_another_strategy(whole_runs: dict[str, Path], work:
     assert largest_difference(again, whole_runs["plain"]) <= ACROSS_LAYOUTS
 
 
-def test_a_split_run_with_tied_weights_resumes(work: Workspace, two_ranks: RankPool) -> None:
-    config = work.config("gpt2", **EVERY_STEP, **PIPELINE)
+LORA_OVER_ZERO_3: dict[str, Any] = {
+    "strategy": "zero", "zero": {"stage": 3}, "offload": {"optimizer": "cpu", "parameters": "cpu"}, "precision": "bf16",
+    "adapter": {"type": "lora", "rank": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, LORA_OVER_ZERO_3], ids=["pipeline", "lora over zero 3"])
+def test_a_split_run_with_tied_weights_resumes(work: Workspace, two_ranks: RankPool, layout: dict[str, Any]) -> None:
+    config = work.config("gpt2", **EVERY_STEP, **layout)
     two_ranks.run(TRAIN_CASE, {"config": str(config)})
     again = work.folder / "again"
     copy_as_killed(work.run_dir(), again, 7)
     two_ranks.run(TRAIN_CASE, {"config": str(config), "overrides": [f"run_dir={again}"]})
     assert largest_difference(again, work.run_dir()) <= EXACT
+    assert tree(again / "export") == tree(work.run_dir() / "export")
 
 
 # --- checkpoints that are not complete --------------------------------------------------------------------------------------------

@@ -18,6 +18,11 @@ def zero(stage: int, **offload: str) -> dict[str, Any]:
     return {"strategy": "zero", "partition": {}, "zero": {"stage": stage}, "offload": offload}
 
 
+def split_for_good(**offload: str) -> dict[str, Any]:
+    """ZeRO-3 that keeps no parameter whole between its uses, as it would all of a small model's."""
+    return {**zero(3, **offload), "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+
+
 # Where tensors live: (changes of the config by family or for all, ranks). Multiplied by precision, recompute and family.
 WHOLE_BLOCKS: dict[str, dict[str, int]] = {
     "llama": {"": 1, "model.embed_tokens": 0, "model.layers.[01]": 0},

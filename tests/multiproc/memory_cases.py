@@ -212,6 +212,11 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "1f1b, offload": ("llama", {**_TWO, "offload": {"optimizer": "cpu"}}),
     "1f1b, offload of gradients too": ("gpt2", {**_TWO, "offload": {"optimizer": "cpu", "gradients": "cpu"}}),
     "1f1b, offload, bf16": ("gpt2", {**_TWO, "offload": {"optimizer": "cpu"}, "precision": "bf16"}),
+    "zero 2, offload, lora on nf4, bf16": (
+        "llama",
+        {"strategy": "zero", "offload": {"optimizer": "cpu"}, **LORA, "quantize": "nf4", "precision": "bf16"},
+    ),
+    "zero 3, offload, lora, bf16": ("gpt2", {"strategy": "zero", "zero": {"stage": 3}, "offload": {"optimizer": "cpu"}, **LORA, "precision": "bf16"}),
 }
 
 

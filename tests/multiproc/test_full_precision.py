@@ -74,10 +74,11 @@ def test_one_process(problem: Problem, changes: dict[str, Any], tmp_path: Path) 
         (bf16("llama"), PIPELINE),
         (bf16("gpt2"), ZBV),
         (bf16("bert"), ZERO_3),
+        (adapter_problem("llama", **{**FOUR_BIT, "quantize": "none"}), ZERO_3),
         (bf16("llama"), OFFLOADED),
         (adapter_problem("llama", **FOUR_BIT), PIPELINE),
     ],
-    ids=["bf16-pipeline", "bf16-zbv", "bf16-zero3", "bf16-pipeline-offload", "nf4-pipeline"],
+    ids=["bf16-pipeline", "bf16-zbv", "bf16-zero3", "lora-zero3", "bf16-pipeline-offload", "nf4-pipeline"],
 )
 def test_two_ranks(problem: Problem, changes: dict[str, Any], two_ranks: RankPool, tmp_path: Path) -> None:
     if "offload" in changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mpfinetune.strategies.deepspeed_ops import prepare_ops
 from tests.multiproc.layouts import GRADIENTS_OFFLOADED
 from tests.multiproc.oom_cases import Injection, train
 from tests.multiproc.rank_pool import RankFailure, RankPool
-from tests.multiproc.training_cases import Problem
+from tests.multiproc.training_cases import Problem, adapter_problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = "tests.multiproc.oom_cases:train"
@@ -93,21 +94,23 @@ def one_rank() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "offload", "precision", "where"),
+    ("stage", "offload", "problem", "where"),
     [
-        (1, "none", "fp32", "backward"),
-        (1, "none", "bf16", "forward"),
-        (2, "none", "fp32", "forward"),
-        (2, "cpu", "bf16", "backward"),
-        (3, "none", "fp32", "backward"),
-        (3, "cpu", "bf16", "forward"),
+        (1, "none", Problem("gpt2"), "backward"),
+        (1, "none", Problem("gpt2", precision="bf16"), "forward"),
+        (2, "none", Problem("gpt2"), "forward"),
+        (2, "cpu", Problem("gpt2", precision="bf16"), "backward"),
+        (3, "none", Problem("gpt2"), "backward"),
+        (3, "cpu", Problem("gpt2", precision="bf16"), "forward"),
+        (3, "cpu", adapter_problem("gpt2"), "backward"),
     ],
+    ids=["1-fp32", "1-bf16", "2-fp32", "2-offload-bf16", "3-fp32", "3-offload-bf16", "3-offload-lora"],
 )
-def test_an_engine_of_one_process_goes_on(one_rank: RankPool, stage: int, offload: str, precision: str, where: str) -> None:
+def test_an_engine_of_one_process_goes_on(one_rank: RankPool, stage: int, offload: str, problem: Problem, where: str) -> None:
     """Its buckets, partitions and gathered weights are as if the broken pass had never been."""
     places = {"optimizer": offload, "parameters": offload if stage == 3 else "none"}
     changes = {"strategy": "zero", "zero": {"stage": stage}, "offload": places, **micro(2)}
-    arguments = {"problem": Problem("gpt2", shapes=SHAPES, precision=precision), "changes": changes}
+    arguments = {"problem": replace(problem, shapes=SHAPES), "changes": changes}
     (hit,) = one_rank.run(CASE, {**arguments, "injection": Injection(0, 1, 2, where)}, LIMIT_SECONDS)
     (halved,) = one_rank.run(CASE, {**arguments, "halved_at": 1}, LIMIT_SECONDS)
     assert [(step, ranks, agreed) for step, ranks, agreed, _ in hit["failures"]] == [(1, [0], True)]

@@ -30,6 +30,7 @@ from tests.multiproc.layouts import (
     SHAPES_OF_BLOCK_KIND,
     WHOLE_BLOCKS,
     product_problem,
+    split_for_good,
     zero,
 )
 from tests.multiproc.rank_pool import RankPool
@@ -87,6 +88,7 @@ def micro(size: int) -> dict[str, Any]:
 
 ALL = (*FAMILIES, "deberta-v2")
 LABEL_COUNTS = {"label_counts": (1, 1, 6, 6), "shapes": ((4, 8), (4, 8))}
+OWN_INPUT = ("self_attn.o_proj", "mlp.down_proj")  # of a llama's layers
 ONLY_THE_LAST_BLOCK_LEARNS = {"frozen": ("transformer.w*", "transformer.h.[012].*", "transformer.ln_f*")}
 SCORED_BY_LAST_TOKEN = {"task": "sequence_classification", "model_changes": (("pad_token_id", 0),)}
 
@@ -175,6 +177,29 @@ COLUMNS: dict[str, Column] = {
     "lora_zero_bubble_frozen_ends": Column(("llama",), {"schedule": "interleaved_zero_bubble", **FOUR_STAGES}, adapter=on_blocks(2)),
     "lora_recompute_frozen_first": Column(("llama",), {"recompute": "full"}, adapter=on_blocks(3)),
     "lora_pooler_learns": Column(("bert",), adapter={"trainable": ["bert.pooler"]}),
+    # their engine is fp32, whatever the base is in
+    "zero_1_lora_int8": Column(("bert",), zero(1), adapter={"quantize": "int8"}, tolerance=INT8_TOLERANCE),
+    "zero_1_offload_dora": Column(("bert",), zero(1, optimizer="cpu"), adapter={"adapter": {"type": "dora", "rank": 4, "targets": ["query"]}}),
+    "zero_2_lora": Column(("gpt2",), zero(2), adapter={}),
+    "zero_2_offload_lora_nf4_bf16": Column(
+        ("llama",), zero(2, optimizer="cpu"), adapter={"quantize": "nf4", "precision": "bf16"}, tolerance=BF16_LOSS_TOLERANCE
+    ),
+    "zero_3_rslora": Column(("gpt2",), split_for_good(), adapter={"adapter": {"type": "rslora", "rank": 4, "alpha": 8}}),
+    "zero_3_dora_recompute": Column(
+        ("bert",),
+        {**split_for_good(optimizer="cpu", parameters="cpu"), "recompute": "full"},
+        adapter={"adapter": {"type": "dora", "rank": 4, "targets": ["query", "value"]}},
+    ),
+    # Layers with an input of their own: stage 3 adds up the gradients of an input that several share in another order, and bf16 rounds each sum.
+    "zero_3_lora_bf16_frozen_ends": Column(
+        ("llama",),
+        split_for_good(optimizer="cpu", parameters="cpu"),
+        adapter={
+            "precision": "bf16",
+            "adapter": {"type": "lora", "rank": 4, "targets": [f"model.layers.{block}.{layer}" for block in (1, 2) for layer in OWN_INPUT]},
+        },
+        tolerance=BF16_LOSS_TOLERANCE,
+    ),
     "head_learns": Column(("bert",), adapter={"adapter": {"type": "none"}, "trainable": ["head"]}),
 }
 MATRIX = [pytest.param(family, name, id=f"{name}-{family}") for name, column in COLUMNS.items() for family in column.families]
@@ -239,13 +264,15 @@ def merge(results: list[dict[str, Any]], problem: Problem) -> dict[str, Any]:
     for key in ("losses", "norms", "skipped"):
         assert all(result[key] == results[0][key] for result in results), f"the ranks report different {key}"
     held: dict[str, torch.Tensor] = {}
+    types: dict[str, torch.dtype] = {}
     for result in results:
         assert result["frozen_changed"] == []
+        types |= result["types"]
         for name, value in result["parameters"].items():
             assert torch.equal(value, held.setdefault(name, value)), f"the copies of {name} differ"
     first = [name for result in results if result["replica"] == 0 for name in result["first_held"]]
     assert sorted(set(first)) == sorted(first) and set(held) <= set(first)
-    return {**results[0], "parameters": held, "logits": whole_logits(results, make_batches(problem)[-1].real_rows)}
+    return {**results[0], "parameters": held, "types": types, "logits": whole_logits(results, make_batches(problem)[-1].real_rows)}
 
 
 def check_split(results: list[dict[str, Any]], problem: Problem, tolerance: float, what: str) -> None:
@@ -253,6 +280,7 @@ def check_split(results: list[dict[str, Any]], problem: Problem, tolerance: floa
     merged = merge(results, problem)
     for reference_name, reference in references(problem).items():
         assert sorted(merged["parameters"]) == sorted(reference["parameters"])
+        assert merged["types"] == reference.get("types", merged["types"]), "a parameter is held in another type"
         check_numbers(merged, reference, f"{what} against {reference_name}", tolerance)
 
 

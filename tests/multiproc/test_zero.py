@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate
-from tests.multiproc.layouts import GRADIENTS_OFFLOADED, LOCAL, OFFLOADED, zero
+from tests.multiproc.layouts import GRADIENTS_OFFLOADED, LOCAL, OFFLOADED, split_for_good, zero
 from tests.multiproc.rank_pool import RankPool
-from tests.multiproc.training_cases import Problem, plain_loop, train
+from tests.multiproc.training_cases import Problem, adapter_problem, plain_loop, train
 from tests.threads import one_thread
 
 pytestmark = pytest.mark.usefixtures("built_ops")
@@ -25,12 +25,25 @@ LIMIT_SECONDS = 180.0
 
 
 BOTH = zero(3, optimizer="cpu", parameters="cpu")
+WHOLE, LORA = Problem("gpt2"), adapter_problem("gpt2")
+
+
+def reference(problem: Problem) -> dict[str, Any]:
+    """The plain loop knows no adapters."""
+    with one_thread():
+        return train(problem, LOCAL) if problem.config else plain_reference(problem)
 
 
 @cache
-def reference(family: str) -> dict[str, Any]:
-    with one_thread():
-        return plain_loop(Problem(family))
+def plain_reference(problem: Problem) -> dict[str, Any]:
+    return plain_loop(problem)
+
+
+def check_end(results: list[dict[str, Any]], losses: list[float], problem: Problem) -> None:
+    expected = reference(problem)
+    assert losses == pytest.approx(expected["losses"], abs=TOLERANCE)
+    for name, value in expected["parameters"].items():
+        torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
 
 
 def weights_of(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -57,36 +70,46 @@ def test_a_gradient_that_is_not_finite_changes_nothing(two_ranks: RankPool, chan
             assert all(torch.equal(tensor, after[kind][name]) for name, tensor in before[kind].items()), f"{kind} have changed"
 
 
-@pytest.mark.parametrize("start", [zero(3), BOTH, zero(2, optimizer="cpu"), OFFLOADED], ids=["zero_3", "both", "zero_2", "pipeline_offload"])
-def test_a_run_goes_on_under_other_strategies(two_ranks: RankPool, tmp_path: Path, start: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("problem", "start"),
+    [(WHOLE, zero(3)), (WHOLE, BOTH), (WHOLE, zero(2, optimizer="cpu")), (WHOLE, OFFLOADED), (LORA, split_for_good()), (LORA, zero(1))],
+    ids=["zero_3", "both", "zero_2", "pipeline_offload", "lora_zero_3", "lora_zero_1"],
+)
+def test_a_run_goes_on_under_other_strategies(two_ranks: RankPool, tmp_path: Path, problem: Problem, start: dict[str, Any]) -> None:
     """An update under the engine, one in the pipeline, one in one process: as if nothing had been stopped."""
     losses, before = [], None
     for index, changes in enumerate((start, PIPELINE, LOCAL)):
         folder = tmp_path / str(index)
-        arguments = {"problem": Problem("gpt2"), "changes": changes, "updates": (index, index + 1), "resume": before, "save": str(folder)}
+        arguments = {"problem": problem, "changes": changes, "updates": (index, index + 1), "resume": before, "save": str(folder)}
         results = [train(**arguments)] if changes is LOCAL else two_ranks.run(CASE, arguments, LIMIT_SECONDS)
         losses += results[0]["losses"]
         before = str(folder / "step-00000001")
-    assert losses == pytest.approx(reference("gpt2")["losses"], abs=TOLERANCE)
-    for name, value in reference("gpt2")["parameters"].items():
-        torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("target", [zero(1), zero(3), BOTH, OFFLOADED, GRADIENTS_OFFLOADED], ids=["zero_1", "zero_3", "both", "offload", "gradients"])
-def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path, target: dict[str, Any]) -> None:
-    first = train(Problem("gpt2"), LOCAL, updates=(0, 1), save=str(tmp_path))
-    arguments = {"problem": Problem("gpt2"), "changes": target, "updates": (1, None), "resume": str(tmp_path / "step-00000001")}
-    results = two_ranks.run("tests.multiproc.training_cases:train_from_small_groups", arguments, LIMIT_SECONDS)
-    assert first["losses"] + results[0]["losses"] == pytest.approx(reference("gpt2")["losses"], abs=TOLERANCE)
-    for name, value in reference("gpt2")["parameters"].items():
-        torch.testing.assert_close(weights_of(results)[name], value, atol=TOLERANCE, rtol=0)
+    check_end(results, losses, problem)
 
 
 @pytest.mark.parametrize(
-    "changes", [OFFLOADED, GRADIENTS_OFFLOADED, zero(2), BOTH], ids=["pipeline_offload", "pipeline_gradients", "zero_2", "zero_3_both_offloads"]
+    ("problem", "target"),
+    [
+        *((WHOLE, target) for target in (zero(1), zero(3), BOTH, OFFLOADED, GRADIENTS_OFFLOADED)),
+        (LORA, zero(2, optimizer="cpu")),
+        (LORA, split_for_good(optimizer="cpu", parameters="cpu")),
+    ],
+    ids=["zero_1", "zero_3", "both", "offload", "gradients", "lora_zero_2", "lora_both"],
 )
-def test_a_parameter_without_a_gradient_stops_the_first_update(two_ranks: RankPool, changes: dict[str, Any]) -> None:
-    arguments = {"problem": Problem("gpt2"), "changes": changes}
+def test_an_engine_goes_on_from_a_plain_run(two_ranks: RankPool, tmp_path: Path, problem: Problem, target: dict[str, Any]) -> None:
+    first = train(problem, LOCAL, updates=(0, 1), save=str(tmp_path))
+    arguments = {"problem": problem, "changes": target, "updates": (1, None), "resume": str(tmp_path / "step-00000001")}
+    results = two_ranks.run("tests.multiproc.training_cases:train_from_small_groups", arguments, LIMIT_SECONDS)
+    check_end(results, first["losses"] + results[0]["losses"], problem)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes"),
+    [*((WHOLE, changes) for changes in (OFFLOADED, GRADIENTS_OFFLOADED, zero(2), BOTH)), (LORA, zero(1)), (LORA, BOTH)],
+    ids=["pipeline_offload", "pipeline_gradients", "zero_2", "zero_3_both_offloads", "lora_zero_1", "lora_zero_3_both_offloads"],
+)
+def test_a_parameter_without_a_gradient_stops_the_first_update(two_ranks: RankPool, problem: Problem, changes: dict[str, Any]) -> None:
+    arguments = {"problem": problem, "changes": changes}
     errors = two_ranks.run("tests.multiproc.training_cases:error_of_a_forgotten_parameter", arguments, LIMIT_SECONDS)
     assert all("frozen: forgotten should learn, but the loss of the first update gives no gradient there" in error for error in errors), errors
 

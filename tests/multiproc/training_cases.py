@@ -263,7 +263,9 @@ def run_updates(
             outcomes.append(strategy.train_step(batch, problem.lr, stop_requested=lambda stops=stops: stops))
     saved, parameters = tensors_of(strategy), strategy.named_parameters()
     if strategy.plan.zero_stage == 3:  # the parameters themselves are parts; rank 0 has what a checkpoint holds, whole
-        held = saved.weights if strategy.context.replica == 0 else {}
+        assert strategy.update is not None
+        left_out = dict(strategy.update.full_weights(sorted(parameters.keys() - strategy.saved_names())))
+        held = left_out | saved.weights if strategy.context.replica == 0 else {}
     else:
         held = {name: parameter.detach() for name, parameter in parameters.items() if parameter.is_floating_point()}
     return {
@@ -274,6 +276,7 @@ def run_updates(
         "parameters": {name: tensor.float().cpu().clone() for name, tensor in held.items()},
         "moments": {name: tensor.float().clone() for name, tensor in saved.states.items()},
         "logits": torch.cat(logits) if logits else None,
+        "types": {name: getattr(parameter, "ds_tensor", parameter).dtype for name, parameter in parameters.items()},
         "first_held": sorted(strategy.first_held_names()),
         "frozen_changed": [name for name, before in still.items() if not torch.equal(before, parameters[name])],
         "replica": strategy.context.replica,

@@ -83,6 +83,16 @@ def test_strategy_by_time_where_the_cards_are_known(folder: Path) -> None:
     assert not leaves_open(config_of(folder, 12), has_cards=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "tried", "strategy"),
+    [({}, 5, "zero"), ({"quantize": "nf4"}, 4, "zero"), ({"precision": "fp16"}, 2, "pipeline")],
+    ids=["lora", "nf4 is not gathered by stage 3", "fp16 is not scaled by an engine"],
+)
+def test_of_an_adapter_run_all_is_tried_but_what_an_engine_cannot_do(folder: Path, changes: dict[str, Any], tried: int, strategy: str) -> None:
+    config, plan = plan_of(config_of(folder, 12, adapter={"type": "lora", "rank": 8}, **changes))
+    assert config.strategy == strategy and any(f"the fastest that fits of {tried} combinations" in note for note in plan.notes)
+
+
 @pytest.mark.parametrize("partition", [{"num_stages": 2}, {"stages": ["embed, 0-1", "2-3, head"]}])
 def test_a_strategy_that_follows_from_the_map_offloads_like_the_same_strategy_named(folder: Path, partition: dict[str, Any]) -> None:
     """It is not for the plan to choose, and the rules on offload want it named: every way to offload was refused unseen."""
@@ -121,7 +131,8 @@ def test_nothing_fits(folder: Path) -> None:
         plan_of(config_of(folder, 0.7, cards=1, strategy="zero", recompute="auto"))
     (problem,) = raised.value.problems
     assert "nothing fits the cards. recompute: full" in problem and "GiB over all cards" in problem
-    assert re.search(r"The single change that comes closest: offload.optimizer: cpu, which (fits|still lacks \d+\.\d\d GiB)\.", problem), problem
+    advice = r"The single change that comes closest: quantize: nf4, adapter.type: lora, which (fits|still lacks \d+\.\d\d GiB)\."
+    assert re.search(advice, problem), problem
 
 
 def test_rows_of_a_microbatch(folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import ConfigError, LaunchError
 from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.planning.fallback import OneCard, fall_back
 from mpfinetune.planning.plan import Plan, RankPlan, World, make_plan
 from mpfinetune.strategies.deepspeed_config import engine_config
 from mpfinetune.training.forecast import Forecast
@@ -122,10 +123,35 @@ def test_an_explicit_map_for_two_falls_back_too_and_auto_with_it(facts: ModelFac
         assert plan(facts, ONE_CARD, strategy=strategy, partition={"stages": ["embed, 0-1", "2-3, head"]}).strategy == "zero"
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": {"name": "sgd"}}, {"adapter": {"type": "lora"}}])
-def test_what_the_engine_does_not_know_goes_on_with_local(facts: ModelFacts, changes: dict[str, Any]) -> None:
+LORA: dict[str, Any] = {"adapter": {"type": "lora"}}
+
+
+@pytest.mark.parametrize("changes", [{"optimizer": {"name": "sgd"}}, LORA])
+def test_what_the_engine_does_not_know_or_does_not_better_goes_on_with_local(facts: ModelFacts, changes: dict[str, Any]) -> None:
     made = plan(facts, ONE_CARD, **changes)
     assert engine(made) == ("local", 0, "none", "none") and "strategy local" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "two_types", "way"),
+    [
+        ({}, False, ("zero", 3, "cpu", "cpu")),
+        ({"precision": "bf16"}, False, ("zero", 3, "cpu", "cpu")),
+        ({"precision": "bf16"}, True, ("local", 0, "none", "none")),
+        ({"precision": "fp16"}, False, ("local", 0, "none", "none")),
+        ({"quantize": "nf4"}, False, ("local", 0, "none", "none")),
+    ],
+)
+def test_a_base_under_adapters_leaves_a_card_that_it_does_not_fit(changes: dict[str, Any], two_types: bool, way: tuple[str, int, str, str]) -> None:
+    def fallen(card_bytes: int) -> OneCard:
+        """Of a base of 10 GiB with an adapter's optimizer of nearly nothing."""
+        return fall_back(
+            config_of(**LORA, **changes), 2, "cuda", card_bytes, lambda stage, optimizer, weights: GIB * (2 if stage == 3 else 10), two_types
+        )
+
+    small = fallen(4 * GIB)
+    assert (small.strategy, small.zero_stage, small.offload_optimizer, small.offload_parameters) == way
+    assert fallen(12 * GIB).strategy == "local"
 
 
 def test_a_pipeline_s_map_is_no_map_of_devices_on_the_one_card(facts: ModelFacts) -> None:
@@ -209,7 +235,7 @@ def test_what_an_engine_cannot_do_is_refused_with_the_reason(facts: ModelFacts, 
 
 def json_of(facts: ModelFacts, deepspeed: dict[str, Any], **changes: Any) -> dict[str, Any]:
     config = config_of(strategy="zero", deepspeed=deepspeed, **changes)
-    return engine_config(config, make_plan(config, facts, World("cpu", 2, 2)))
+    return engine_config(config, facts, make_plan(config, facts, World("cpu", 2, 2)))
 
 
 def test_json_comes_from_the_config(facts: ModelFacts) -> None:

@@ -269,6 +269,9 @@ def test_adapters_beside_a_head_in_bf16_are_not_given_to_an_engine() -> None:
     config = training_cases.run_config(problem, **changes)
     with pytest.raises(ConfigError, match=r"offload.optimizer: cpu given with adapters in fp32, while classifier.bias, .* learns in bf16"):
         make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2))
+    config = training_cases.run_config(problem, strategy="zero", partition={}, precision="bf16")
+    with pytest.raises(ConfigError, match=r"strategy: zero given with adapters in fp32, while .* take strategy: pipeline with offload"):
+        make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2))
     config = training_cases.run_config(problem, **{**changes, "precision": "fp32"})
     assert make_plan(config, training_cases.facts_of(problem, config), World("cpu", 2)).offload_optimizer == "cpu"
 
