@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from mpfinetune.errors import ConfigError, did_you_mean
 from mpfinetune.models.facts import ModelFacts
@@ -92,6 +92,6 @@ def freeze(model: nn.Module, facts: ModelFacts, learning: frozenset[str]) -> Non
         parameter.requires_grad_(facts.canonical_name(name) in learning)
 
 
-def decays(name: str, parameter: Tensor) -> bool:
+def decays(name: str, shape: Sequence[int]) -> bool:
     """Weight decay is for matrices: norms' weights (one dimension) and biases, also those of experts [E, F], are left out."""
-    return parameter.ndim >= 2 and not name.endswith("bias")
+    return len(shape) >= 2 and not name.endswith("bias")

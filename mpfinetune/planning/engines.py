@@ -120,7 +120,7 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
         # Each microbatch's gradients go to the host as they come. Stage 2 adds them up there in the weights' type, stage 3 in fp32.
         buffers += (row.learning_bytes if choice.zero_stage == 2 else row.gradient_bytes) // replicas
         leaving = gradients
-    disk = 0
+    disk, offloaded = 0, 0
     if choice.offload_optimizer != "none":
         # CPUAdam has a gradient of each master beside it. Stages 1 and 2 know no disk: DeepSpeed keeps in memory what is meant for it.
         states = optimizer + row.gradient_bytes // share[1]
@@ -128,7 +128,7 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
         host, disk, optimizer = host + states * (not on_disk), disk + states * on_disk, 0
     if choice.offload_parameters != "none":
         on_disk = choice.offload_parameters == "nvme"
-        host, disk, weights = host + weights * (not on_disk), disk + weights * on_disk, 0
+        host, disk, offloaded, weights = host + weights * (not on_disk), disk + weights * on_disk, weights, 0
     return replace(
         row,
         weight_bytes=weights,
@@ -137,6 +137,7 @@ def rank_bytes(row: RankPlan, choice: EngineChoice, replicas: int) -> RankPlan:
         optimizer_bytes=optimizer,
         host_bytes=host,
         disk_bytes=disk,
+        offloaded_weight_bytes=offloaded,
         host_buffer_bytes=buffers,
         master_bytes=masters // share[1],
     )

@@ -10,6 +10,7 @@ from mpfinetune.models.facts import ModelFacts
 from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.memory_plan import CHECKPOINT_BYTES_AT_ONCE, GIB, MIB, CardMemory
 from mpfinetune.planning.plan import Plan, RankPlan
+from mpfinetune.planning.swap import swap_buffer_bytes
 from mpfinetune.planning.tensor_bytes import TYPE_BYTES, learning_names, weight_bytes
 
 # Resident bytes of a process that has imported torch, transformers and its data, before the model (500 to 560 MiB on Linux with torch 2.13);
@@ -30,7 +31,7 @@ def host_needs(config: RunConfig, facts: ModelFacts, plan: Plan, row: RankPlan, 
     """What the process of a rank needs; ``cards`` are its own."""
     largest = max((part.numel for part in facts.parameters.values()), default=0)
     leaving = max(_learning_elements(config, facts, plan, row), default=0)
-    offloaded = row.host_bytes + row.host_buffer_bytes
+    offloaded = row.host_bytes + row.host_buffer_bytes + swap_buffer_bytes(config, facts, plan)
     inputs = _offloaded_inputs(config, facts, plan, row, {stage: count for card in cards for stage, count in card.in_flight})
     saving = _saved_at_once(config, facts, plan, row)
     if plan.device_type == "cpu":

@@ -52,6 +52,7 @@ class RankPlan:
     optimizer_bytes: int
     host_bytes: int = 0  # what is offloaded from the card to the host's memory
     disk_bytes: int = 0  # what is offloaded to the disk
+    offloaded_weight_bytes: int = 0  # of the two before, the weights
     shared_gradient_bytes: int = 0  # of the parameters that learn, those of which another rank holds a copy
     leaving_gradient_bytes: int = 0  # summed on the host, in fp32; not among gradient_bytes
     learning_bytes: int = 0  # of the weights that learn, in their own type, before ZeRO splits them

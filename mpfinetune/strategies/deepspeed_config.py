@@ -13,6 +13,7 @@ from mpfinetune.errors import ConfigError
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.plan import Plan
+from mpfinetune.planning.swap import SUB_GROUP_ELEMENTS, weight_buffer_elements
 
 # DeepSpeed's default of 5e8 elements would be a buffer of 2 GB on the card.
 _BUCKET_ELEMENTS = 16 * 2**20
@@ -52,7 +53,7 @@ def engine_config(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str,
     Raises:
         ConfigError: a key of ``deepspeed`` contradicts the config; every one is named, with both keys and values.
     """
-    ours = _generated(config, plan, engine_precision(facts, plan.precision))
+    ours = _generated(config, facts, plan)
     problems: list[str] = []
     _merge(ours, config.deepspeed, "", plan, problems)
     if problems:
@@ -60,7 +61,8 @@ def engine_config(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str,
     return ours
 
 
-def _generated(config: RunConfig, plan: Plan, precision: str) -> dict[str, Any]:
+def _generated(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str, Any]:
+    precision = engine_precision(facts, plan.precision)
     zero: dict[str, Any] = {"stage": plan.zero_stage, "reduce_bucket_size": _BUCKET_ELEMENTS, "allgather_bucket_size": 4 * _BUCKET_ELEMENTS}
     pinned = plan.device_type == "cuda"
     for key, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_parameters)):
@@ -68,6 +70,11 @@ def _generated(config: RunConfig, plan: Plan, precision: str) -> dict[str, Any]:
             zero[key] = {"device": device, "pin_memory": pinned}
             if device == "nvme":
                 zero[key]["nvme_path"] = config.offload.nvme_path
+                zero["sub_group_size"] = SUB_GROUP_ELEMENTS
+    if plan.offload_parameters == "nvme":
+        zero["offload_param"] |= {"max_in_cpu": 0, "buffer_size": weight_buffer_elements(config, facts, plan.replicas)}
+        # A weight has one of the few buffers for as long as it is kept for its next use.
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
     generated: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.micro_size,
         "gradient_accumulation_steps": 1,

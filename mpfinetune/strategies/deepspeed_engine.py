@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from mpfinetune.strategies.deepspeed_ops import choose_accelerator
 from mpfinetune.strategies.deepspeed_reset import forget_pass
 from mpfinetune.strategies.gradient_offload import HostGradients
 from mpfinetune.strategies.oom import nothing
+from mpfinetune.strategies.partitioned import gathered, in_memory, swapped_optimizer_bytes, whole_shape
 from mpfinetune.strategies.update import refuse_unreached, zero_gradient
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ def join_deepspeed(context: DistContext) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed's calls by the names that torch is about to change; the user can do nothing about them.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor.* is deprecated", FutureWarning)
     # On the CPU it would be compiled here, by all ranks at once, for an all-reduce that only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=context.timeout)
@@ -191,7 +195,7 @@ class DeepSpeedUpdate:
         if self.plan.offload_optimizer == "none":
             return sum(tensor.nbytes for tensor in (*flats, *states)), 0
         beside = [flat.grad for flat in flats if flat.grad is not None]
-        return 0, sum(tensor.nbytes for tensor in (*flats, *states, *beside))
+        return 0, sum(tensor.nbytes for tensor in (*flats, *states, *beside)) + swapped_optimizer_bytes(self.zero, _MOMENTS)
 
     def apply(self, lr: float) -> tuple[float, bool]:
         """One update; collective over all ranks.
@@ -292,7 +296,7 @@ class DeepSpeedUpdate:
         """
         groups, placeholders = [], []
         for decayed in (True, False):
-            members = [p for name, p in self._learning.items() if decays_whole(name, p) is decayed]
+            members = [p for name, p in self._learning.items() if decays(name, whole_shape(p)) is decayed]
             if not members and self.in_place:
                 members = [nn.Parameter(torch.zeros(2, dtype=TORCH_DTYPES[self._precision], device=self.strategy.context.device))]
                 members[0].ds_pipe_replicated = True  # type: ignore[attr-defined]
@@ -359,10 +363,11 @@ class DeepSpeedUpdate:
     def _make_states(self, step: float) -> None:
         """States at a step count, as the optimizer's first step would make them."""
         as_tensor = isinstance(self.zero.optimizer, torch.optim.AdamW)
-        for flat in self._flat_parameters():
+        for index, flat in enumerate(self._flat_parameters()):
             state = self.zero.optimizer.state[flat]
-            for key in _MOMENTS:
-                state.setdefault(key, torch.zeros_like(flat, dtype=torch.float32))
+            with in_memory(self.zero, index):
+                for key in _MOMENTS:
+                    state.setdefault(key, torch.zeros_like(flat, dtype=torch.float32))
             state["step"] = torch.tensor(step) if as_tensor else int(step)
         self._link_states()
 
@@ -381,20 +386,3 @@ def _optimizer(groups: list[dict[str, Any]], settings: OptimizerConfig, offload:
 
     optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **common)
     return optimizer
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of a parameter that may be partitioned, whose own shape is then (0,)."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def decays_whole(name: str, parameter: Tensor) -> bool:
-    """``decays`` for a parameter that may be partitioned."""
-    return decays(name, torch.empty(whole_shape(parameter), device="meta"))
-
-
-def gathered(parameter: nn.Parameter, writes: bool = False) -> Any:
-    """A context in which a partitioned parameter is whole; ``writes``: what every rank puts in it is kept."""
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if writes else None, enabled=hasattr(parameter, "ds_id"))

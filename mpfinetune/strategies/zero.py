@@ -17,11 +17,11 @@ from mpfinetune.dist import DistContext
 from mpfinetune.models.architecture import TORCH_DTYPES
 from mpfinetune.models.facts import ModelFacts
 from mpfinetune.models.stage import StageModule, StageSpan, part_spans
-from mpfinetune.planning.engines import engine_precision
 from mpfinetune.planning.plan import Plan
 from mpfinetune.strategies.base import LossSum, Observer, Strategy
 from mpfinetune.strategies.deepspeed_config import engine_config
-from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate, ProcessMap, gathered, join_deepspeed, whole_shape
+from mpfinetune.strategies.deepspeed_engine import DeepSpeedUpdate, ProcessMap, join_deepspeed
+from mpfinetune.strategies.partitioned import gathered, whole_shape
 
 StageBuilder = Callable[[StageSpan], tuple[StageModule, list[str]]]
 _PART_BYTES = 256 * 2**20
@@ -94,8 +94,7 @@ def build_partitioned(
                 module=nn.ParameterList(taken.values()),
                 data_parallel_group=context.replica_group,
                 config_dict_or_path=engine_config(config, facts, plan),
-                mpu=ProcessMap(context),
-                dtype=TORCH_DTYPES[engine_precision(facts, config.precision)],
+                mpu=ProcessMap(context),  # no dtype: the JSON says it, and DeepSpeed 0.19 takes bf16 for any that is given on a CPU
             )
         else:
             first.convert_to_zero_parameters(param_list=list(taken.values()))

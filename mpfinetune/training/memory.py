@@ -24,6 +24,7 @@ from mpfinetune.planning.plan import Plan, World
 from mpfinetune.planning.tensor_bytes import learning_names
 from mpfinetune.strategies.base import Strategy
 from mpfinetune.strategies.orders import schedule_orders
+from mpfinetune.strategies.partitioned import own_bytes
 from mpfinetune.training.loss import loss_sum_for
 
 if TYPE_CHECKING:
@@ -166,10 +167,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _weight_bytes(strategy: Strategy) -> int:
     """Parameters with the statistics of those that are quantised; partitioned ones with this rank's part."""
-    tensors: list[torch.Tensor] = [getattr(parameter, "ds_tensor", parameter) for parameter in strategy.named_parameters().values()]
-    for stage in strategy.stages.values():
-        tensors += statistics_of(stage)
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    parameters = strategy.named_parameters().values()
+    statistics = [tensor for stage in strategy.stages.values() for tensor in statistics_of(stage)]
+    parts = sum(own_bytes(parameter) for parameter in parameters if hasattr(parameter, "ds_tensor"))
+    whole = [parameter for parameter in parameters if not hasattr(parameter, "ds_tensor")]
+    return parts + sum({tensor.data_ptr(): tensor.nbytes for tensor in (*whole, *statistics)}.values())
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[f
         row = plan.ranks[rank // plan.replicas]
         cards = [card for card in memory.cards if card.rank == row.rank]
         found += [
-            Comparison(rank, "weights", row.weight_bytes + (row.offloaded_bytes if plan.offload_parameters != "none" else 0), seen.weight_bytes),
+            Comparison(rank, "weights", row.weight_bytes + row.offloaded_weight_bytes, seen.weight_bytes),
             Comparison(rank, "gradients", row.gradient_bytes, seen.gradient_bytes),
             Comparison(rank, "optimizer", row.optimizer_bytes, seen.optimizer_bytes),
         ]
@@ -216,7 +218,7 @@ def compare(plan: Plan, measured: list[MeasuredMemory], step_seconds: Sequence[f
             resident = sum(card.peak.total_bytes for card in cards) + memory.host_pinned_bytes[row.rank] + memory.host_pageable_bytes[row.rank]
             found.append(Comparison(rank, "resident peak of the process", resident, seen.peak_bytes))
         if seen.offloaded_bytes:
-            found.append(Comparison(rank, "offloaded", row.offloaded_bytes, seen.offloaded_bytes))
+            found.append(Comparison(rank, "offloaded", row.offloaded_bytes - row.offloaded_weight_bytes, seen.offloaded_bytes))
     settled = step_seconds[_WARM_UP_UPDATES:]
     if plan.prediction is not None and settled:
         # Predicted for rows at full length; shorter ones take less.

@@ -74,7 +74,7 @@ class NamedOptimizer:
         self.eight_bit = settings.name in EIGHT_BIT
         self.wide = frozenset(name for name in self.masters if name in embeddings) if settings.stable_embedding else frozenset()
         groups = [
-            {"params": [self.masters[name] for name, p in self.parameters.items() if decays(name, p) is decayed], "weight_decay": decay}
+            {"params": [self.masters[name] for name, p in self.parameters.items() if decays(name, p.shape) is decayed], "weight_decay": decay}
             for decayed, decay in ((True, settings.weight_decay), (False, 0.0))
         ]
         if self.eight_bit:
