@@ -263,7 +263,7 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     from mpfinetune.launcher import end_with_launcher, start_processes
     from mpfinetune.planning.memory_plan import host_line
     from mpfinetune.strategies.deepspeed_ops import prepare_ops
-    from mpfinetune.training.memory import refuse_what_cannot_fit
+    from mpfinetune.training.memory import refuse_disk_that_cannot_swap, refuse_what_cannot_fit
     from mpfinetune.training.prepare import plan_run, prepare_run, refuse_run_dir_under_a_file
     from mpfinetune.training.run import show_plan
 
@@ -278,6 +278,7 @@ def _prepare_or_launch(settings: RunConfig, reporter: Reporter, arguments: list[
     if not started_here:
         show_plan(planned, reporter)
         refuse_what_cannot_fit(planned.plan)
+        refuse_disk_that_cannot_swap(planned.plan, settings.offload.nvme_path)
     # The starting process has said what there is to say about the data.
     prepared = prepare_run(planned, reporter.say if not started_here else lambda text: None)
     # In every process: the first builds, the others wait for it and find it built.

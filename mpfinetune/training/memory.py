@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +130,32 @@ def refuse_what_cannot_fit(plan: Plan) -> None:
                 f"rank {card.rank} would hold {held / GIB:.1f} GiB of weights, gradients and optimizer states on a card of "
                 f"{card.card_bytes / GIB:.1f} GiB; use more stages, offload.optimizer: cpu, precision: bf16, or quantize with an adapter"
             )
+
+
+def refuse_disk_that_cannot_swap(plan: Plan, nvme_path: str | None) -> None:
+    """Before anything is started; makes the folder.
+
+    Raises:
+        LaunchError: nothing can be written there, or the disk has less room than will be offloaded to it.
+    """
+    if "nvme" not in (plan.offload_optimizer, plan.offload_parameters) or nvme_path is None:
+        return
+    try:
+        Path(nvme_path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=nvme_path) as file:
+            file.write(b"tried")
+            file.flush()
+        free = shutil.disk_usage(nvme_path).free
+    except OSError as failure:
+        raise LaunchError(
+            f"offload.nvme_path: {nvme_path} given, but nothing can be written there ({failure}); give a folder on a local disk"
+        ) from failure
+    needed = sum(row.disk_bytes for row in plan.ranks) * plan.replicas
+    if needed > free:
+        raise LaunchError(
+            f"offload.nvme_path: {nvme_path} given, which has {free / GIB:.1f} GiB free, but {needed / GIB:.1f} GiB will be offloaded to it; make room, "
+            "give a folder on another disk, or set offload.optimizer or offload.parameters to cpu"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpfinetune.config import RunConfig, config_from_dict
 from mpfinetune.errors import LaunchError, ModelError
 from mpfinetune.models.costs import CostMeter, CostQuestion, ModelCosts, PartCost
-from mpfinetune.models.facts import ModelFacts, inspect_model
+from mpfinetune.models.facts import ModelFacts, ParameterFacts, inspect_model
 from mpfinetune.models.fake_kernels import CudaAttention
 from mpfinetune.models.fake_run import Ledger
 from mpfinetune.models.stage import StageSpan
@@ -27,9 +29,17 @@ from mpfinetune.planning.memory_plan import GIB, MEMORY_COLUMNS, MIB, MemoryPlan
 from mpfinetune.planning.plan import Plan, World, make_plan
 from mpfinetune.planning.predict import StepPrediction
 from mpfinetune.planning.schedule import one_f_one_b_order
+from mpfinetune.planning.swap import SUB_GROUP_ELEMENTS, swap_buffer_bytes, weight_buffer_elements
 from mpfinetune.strategies.orders import schedule_orders
 from mpfinetune.training.loss import loss_sum_for
-from mpfinetune.training.memory import MeasuredMemory, compare, comparison_rows, plan_with_memory, refuse_what_cannot_fit
+from mpfinetune.training.memory import (
+    MeasuredMemory,
+    compare,
+    comparison_rows,
+    plan_with_memory,
+    refuse_disk_that_cannot_swap,
+    refuse_what_cannot_fit,
+)
 from tests.families import task_of, tiny_config
 
 ROWS, TOKENS = 2, 16
@@ -323,8 +333,37 @@ def test_a_disk_s_bytes_are_not_counted_as_the_host_s_memory() -> None:
     assert (on_disk.ranks[0].disk_bytes, on_disk.ranks[0].host_bytes) == (moved, 0)
     own = 4 * facts_of("llama").numel(facts_of("llama").parameters)
     rounding = rounded_up(own) - own  # of the masters' gradient
-    assert memory_of(on_host).fullest_host_bytes - memory_of(on_disk).fullest_host_bytes == moved + rounding > moved > 0
+    buffers = swap_buffer_bytes(config_of(strategy="zero"), facts_of("llama"), on_disk)
+    assert memory_of(on_host).fullest_host_bytes - memory_of(on_disk).fullest_host_bytes == moved + rounding - buffers
+    assert moved > 0 < buffers
     assert all(f"({moved / MIB:.1f} MiB over one replica's ranks)" in engine_lines(plan)[0] for plan in (on_host, on_disk))
+
+
+def test_a_disk_that_cannot_take_the_offload_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new" / "swap"
+    offload = {"optimizer": "cpu", "parameters": "nvme", "nvme_path": str(folder)}
+    plan = planned(World("cpu", 1, 1), strategy="zero", zero={"stage": 3}, offload=offload)
+    refuse_disk_that_cannot_swap(plan, str(folder))
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError, match=r"offload\.nvme_path: .*file given, but nothing can be written there"):
+        refuse_disk_that_cannot_swap(plan, str(tmp_path / "file"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=plan.ranks[0].disk_bytes - 1))
+    with pytest.raises(LaunchError, match=r"GiB free, but .* GiB will be offloaded to it; make room"):
+        refuse_disk_that_cannot_swap(plan, str(folder))
+
+
+def test_the_buffers_of_a_disk_are_as_large_as_what_goes_through_them() -> None:
+    """For a model whose optimizer does not fit into one sub-group: the buffers are of a sub-group, not of the model."""
+    sizes = {"a.weight": (SUB_GROUP_ELEMENTS // 2, 2), "b.weight": (1000, 3), "c.weight": (SUB_GROUP_ELEMENTS - 3000, 1), "d.bias": (7,)}
+    facts = replace(facts_of("llama"), parameters={name: ParameterFacts(shape, "block", 0) for name, shape in sizes.items()}, tied_names=())
+    config = config_of(strategy="zero", zero={"stage": 3}, precision="bf16")
+    plan = replace(planned(World("cpu", 1, 1), strategy="zero", zero={"stage": 3}), offload_optimizer="nvme", offload_parameters="nvme")
+    # Weights in bf16 are aligned to 512 elements: b and c, the second sub-group, are 3072 and the rest.
+    assert weight_buffer_elements(config, facts, 1) == SUB_GROUP_ELEMENTS and weight_buffer_elements(config, facts, 2) == SUB_GROUP_ELEMENTS // 2
+    weights = 5 * 2 * SUB_GROUP_ELEMENTS + 2 * (3072 + (SUB_GROUP_ELEMENTS - 3000 + 440))
+    assert swap_buffer_bytes(config, facts, plan) == weights + 4 * 4 * SUB_GROUP_ELEMENTS
+    assert swap_buffer_bytes(config, facts, replace(plan, offload_optimizer="cpu", offload_parameters="cpu")) == 0
 
 
 def test_what_cannot_fit_is_refused_with_the_keys_to_change() -> None:
