@@ -153,8 +153,8 @@ def refuse_disk_that_cannot_swap(plan: Plan, nvme_path: str | None) -> None:
     needed = sum(row.disk_bytes for row in plan.ranks) * plan.replicas
     if needed > free:
         raise LaunchError(
-            f"offload.nvme_path: {nvme_path} given, which has {free / GIB:.1f} GiB free, but {needed / GIB:.1f} GiB will be offloaded to it; make room, "
-            "give a folder on another disk, or set offload.optimizer or offload.parameters to cpu"
+            f"offload.nvme_path: {nvme_path} given, which has {free / GIB:.1f} GiB free, but {needed / GIB:.1f} GiB will be offloaded to it; "
+            "make room, give a folder on another disk, or set offload.optimizer or offload.parameters to cpu"
         )
 
 
